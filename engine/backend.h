@@ -1,0 +1,69 @@
+// Layer 5: what a device must offer. Portable code above it never sees a device's memory.
+#ifndef MF_BACKEND_H
+#define MF_BACKEND_H
+
+#include <stdatomic.h>
+
+#include "batch.h"
+#include "gguf.h"
+#include "graph.h"
+#include "pool.h"
+
+typedef struct backend backend;
+
+// A rope table: n_rot/2 frequencies in radians per position, and the factor on cos and sin.
+typedef struct rope_kind {
+    const double *freq;  // [n_rot/2]
+    float magnitude;
+} rope_kind;
+
+enum { ROPE_KINDS = 2 };
+
+// What does not change while an engine lives and ops read beside the graph.
+typedef struct backend_config {
+    uint32_t n_layer, n_embd, n_vocab, n_head, n_head_kv, head_dim, n_rot;
+    bool rope_interleaved;
+    rope_kind rope[ROPE_KINDS];
+    float attn_scale, attn_softcap;
+    const uint32_t *layer_group;   // [n_layer]
+    const uint32_t *layer_window;  // [n_layer] UINT32_MAX: all positions
+    const uint32_t *group_cells;   // [n_groups]
+    uint32_t n_groups;
+    kv_format kv_format;
+    uint32_t n_batch, n_ctx, n_threads;
+    const char *isa;               // NULL: MINFER_ISA, else the best present
+} backend_config;
+
+typedef struct backend_stats {
+    const char *isa;
+    uint32_t n_threads;
+    size_t kv_bytes, compute_bytes;
+} backend_stats;
+
+// One kind of device.
+typedef struct device {
+    const char *name;        // "cpu"
+    uint32_t id;             // written into files: appended to, never renumbered
+    uint32_t head_dim_step, head_dim_max;  // head_dim must be a multiple of step, at most max
+    uint32_t kv_formats;     // bit set of the kv_formats that its attention reads
+
+    // Weights: a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form. `n_done` counts bytes.
+    int (*matrix_load)(weight **out, const gguf_tensor *t, pool *p, uint64_t *n_done);
+    int (*vector_load)(weight **out, const gguf_tensor *t);
+    void (*weight_free)(weight *w);
+
+    int (*backend_new)(backend **out, const backend_config *config);
+    void (*backend_free)(backend *b);
+    // Compute memory for graphs up to `bytes`; called before a graph is first run.
+    int (*reserve)(backend *b, size_t bytes);
+    // Runs the graph; `logits` [n_outputs][n_vocab]. MF_CANCELLED as soon as *cancel is set.
+    int (*compute)(backend *b, const graph *g, const batch *in, float *logits, const atomic_int *cancel);
+    void (*get_stats)(const backend *b, backend_stats *out);
+} device;
+
+// NULL with MF_ARG's line set for an unknown name; NULL name: "cpu".
+const device *device_find(const char *name);
+
+extern const device device_cpu;
+
+#endif

@@ -1,0 +1,83 @@
+// Owns the CPU's form of weights. A matrix is packed once, by all threads, and the file's bytes are not needed after.
+#include "cpu_weight.h"
+
+#include <math.h>
+#include <string.h>
+
+#include "../alloc.h"
+#include "../error.h"
+
+enum { PACK_BYTES = 1 << 20 };  // of a task: small enough to balance, large enough to stream
+
+typedef struct packing {
+    panels *p;
+    const void *rows;
+    uint32_t panels_per_task;
+    uint64_t row_bytes;
+    uint64_t *n_done;
+} packing;
+
+static void pack_task(void *arg, uint32_t task, uint32_t thread) {
+    (void)thread;
+    const packing *job = arg;
+    const uint32_t p0 = task * job->panels_per_task;
+    const uint32_t p1 = u32_min(p0 + job->panels_per_task, job->p->n_panels);
+    panels_pack(job->p, job->rows, p0, p1);
+    if (!job->n_done) return;
+    const uint64_t rows = u32_min(p1 * PANEL_ROWS, job->p->n_rows) - p0 * PANEL_ROWS;
+    __atomic_fetch_add(job->n_done, rows * job->row_bytes, __ATOMIC_RELAXED);
+}
+
+int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t *n_done) {
+    panels p;
+    if (t->dims[0] > UINT32_MAX || t->dims[1] > UINT32_MAX)
+        return fail(MF_LIMIT, "tensor %.*s is larger than 2^32 in a dimension", (int)t->name_len, t->name);
+    TRY(panels_layout(&p, t->type, (uint32_t)t->dims[1], (uint32_t)t->dims[0]));
+    cpu_weight *w = mem_alloc(1, sizeof *w);
+    if (!w) return MF_NOMEM;
+    p.data = mem_pages(p.bytes);
+    if (!p.data) {
+        mem_free(w);
+        return MF_NOMEM;
+    }
+    w->base = (weight){.type = t->type, .n_rows = p.n_rows, .n_cols = p.n_cols, .bytes = p.bytes};
+    w->p = p;
+    const uint32_t per_task = u32_max(1, (uint32_t)(PACK_BYTES / p.panel_bytes));
+    packing job = {.p = &w->p, .rows = t->data, .panels_per_task = per_task,
+                   .row_bytes = t->bytes / t->dims[1], .n_done = n_done};
+    pool_run(threads, pack_task, &job, (p.n_panels + per_task - 1) / per_task);
+    *out = &w->base;
+    return MF_OK;
+}
+
+// Vectors are norm weights and biases; a panel of one row gives their exact values whatever the type.
+int cpu_vector_load(weight **out, const gguf_tensor *t) {
+    if (t->dims[0] > UINT32_MAX)
+        return fail(MF_LIMIT, "tensor %.*s has more than 2^32 elements", (int)t->name_len, t->name);
+    panels p;
+    TRY(panels_layout(&p, t->type, 1, (uint32_t)t->dims[0]));
+    p.data = mem_pages(p.bytes);
+    cpu_weight *w = mem_alloc(1, sizeof *w);
+    float *vec = mem_alloc(p.n_cols, sizeof *vec);
+    if (!p.data || !w || !vec) {
+        mem_pages_free(p.data, p.bytes);
+        mem_free(w);
+        mem_free(vec);
+        return MF_NOMEM;
+    }
+    panels_pack(&p, t->data, 0, 1);
+    panels_row(vec, &p, 0);
+    mem_pages_free(p.data, p.bytes);
+    w->base = (weight){.type = DTYPE_F32, .n_rows = 1, .n_cols = p.n_cols, .bytes = p.n_cols * sizeof *vec};
+    w->vec = vec;
+    *out = &w->base;
+    return MF_OK;
+}
+
+void cpu_weight_free(weight *base) {
+    if (!base) return;
+    cpu_weight *w = (cpu_weight *)base;
+    mem_pages_free(w->p.data, w->p.bytes);
+    mem_free(w->vec);
+    mem_free(w);
+}

@@ -1,0 +1,95 @@
+// Owns the kernel tables: made once, the scalar definitions first, then each instruction set of this machine on top of the
+// one before. Refuses an instruction set that the processor or the operating system does not support.
+#include <pthread.h>
+#include <string.h>
+
+#include "kernels.h"
+
+#if defined(__aarch64__)
+#include <sys/auxv.h>
+#elif defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+enum { MAX_TABLES = 4 };
+
+static cpu_kernels tables[MAX_TABLES];  // in ISA order: scalar first
+static size_t n_tables;
+
+static cpu_kernels *table_add(const char *name) {
+    cpu_kernels *k = &tables[n_tables];
+    if (n_tables) *k = tables[n_tables - 1];
+    k->name = name;
+    n_tables++;
+    return k;
+}
+
+#if defined(__x86_64__)
+// Some compilers do not know the name of this one.
+static bool has_f16c(void) {
+    uint32_t a, b, c, d;
+    return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+// __builtin_cpu_supports also asks the system whether it keeps the wide registers (XGETBV).
+static void add_native(void) {
+    __builtin_cpu_init();
+    if (!(__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c())) return;
+    cpu_kernels *k = table_add("avx2");
+    matmul_init_avx2(k);
+    ops_init_avx2(k);
+    attn_init_avx2(k);
+    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
+        return;
+    k = table_add("avx512");
+    matmul_init_avx512(k);
+    ops_init_avx512(k);
+    attn_init_avx512(k);
+}
+#elif defined(__aarch64__)
+enum { HWCAP_DOTPROD = 1 << 20 };  // ASIMDDP of the Linux ABI
+
+static void add_native(void) {
+    cpu_kernels *k = table_add("neon");
+    matmul_init_neon(k);
+    ops_init_neon(k);
+    attn_init_neon(k);
+    if (!(getauxval(AT_HWCAP) & HWCAP_DOTPROD)) return;
+    k = table_add("dotprod");
+    matmul_init_dotprod(k);
+}
+#else
+static void add_native(void) {}
+#endif
+
+static void make_tables(void) {
+    cpu_kernels *k = table_add("scalar");
+    matmul_init_scalar(k);
+    ops_init_scalar(k);
+    attn_init_scalar(k);
+    add_native();
+}
+
+static void ensure_tables(void) {
+    static pthread_once_t once = PTHREAD_ONCE_INIT;
+    pthread_once(&once, make_tables);
+}
+
+const cpu_kernels *kernels_scalar(void) {
+    ensure_tables();
+    return &tables[0];
+}
+
+const cpu_kernels *kernels_find(const char *isa) {
+    ensure_tables();
+    for (size_t i = 0; i < n_tables; i++)
+        if (!strcmp(tables[i].name, isa)) return &tables[i];
+    return NULL;
+}
+
+size_t kernels_list(const cpu_kernels *list[8]) {
+    ensure_tables();
+    for (size_t i = 0; i < n_tables; i++) list[i] = &tables[n_tables - 1 - i];
+    return n_tables;
+}

@@ -1,0 +1,5 @@
+// Elementwise kernels on AVX2: ops_lanes.h over the vector of lanes_avx2.h.
+#include "lanes_avx2.h"
+#include "ops_lanes.h"
+
+void ops_init_avx2(cpu_kernels *k) { ops_init_lanes(k); }

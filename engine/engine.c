@@ -1,0 +1,238 @@
+// Owns the pass from tokens to logits: room for all rows first, then batch by batch cells, graph, computing. Invariant: a
+// call that fails leaves whole batches or nothing; a graph is built once per graph_params.
+#define _POSIX_C_SOURCE 200809L
+#include "engine.h"
+
+#include <string.h>
+#include <time.h>
+
+#include "alloc.h"
+#include "error.h"
+
+static double now(void) {
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+// Layers with equal windows keep the same positions, so they share one cell store. Group 0 is that of layer 0.
+static int make_groups(mf_engine *e) {
+    const model_params *p = &e->m->p;
+    e->layer_group = mem_alloc(p->n_layer, sizeof *e->layer_group);
+    if (!e->layer_group) return MF_NOMEM;
+    for (uint32_t i = 0; i < p->n_layer; i++) {
+        const uint32_t window = model_layer_window(p, i);
+        uint32_t g = 0;
+        while (g < e->n_groups && e->group_window[g] != window) g++;
+        if (g == e->n_groups) {
+            e->group_window[e->n_groups++] = window;
+            kv_kind_format(e->kinds[g], window, e->kv_format, p->n_head_kv, p->head_dim);
+        }
+        e->layer_group[i] = g;
+        e->group_layers[g]++;
+    }
+    return MF_OK;
+}
+
+// A sliding arena of n_seq * 2w + n_batch cells never refuses (the live rows of all sequences and a batch fit, with w rows
+// a sequence to take back), and one of n_ctx cells never does either.
+static uint32_t arena_cells(const mf_engine *e, uint32_t window) {
+    const uint64_t cells = window ? (uint64_t)e->n_seq * 2 * window + e->n_batch : e->n_ctx;
+    return cells < e->n_ctx ? (uint32_t)cells : e->n_ctx;
+}
+
+static int make_cache(mf_engine *e, uint32_t cells[KV_MAX_GROUPS]) {
+    kv_group_spec specs[KV_MAX_GROUPS];
+    for (uint32_t g = 0; g < e->n_groups; g++) {
+        const uint32_t window = e->group_window[g];
+        cells[g] = arena_cells(e, window);
+        specs[g] = (kv_group_spec){.kind = window ? KV_SLIDING : KV_FULL, .window = window, .n_cells = cells[g]};
+    }
+    return kv_cache_new(&e->kv, specs, e->n_groups, e->n_seq, e->n_batch);
+}
+
+static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t *cells) {
+    const mf_model *m = e->m;
+    const model_params *p = &m->p;
+    const uint32_t half = p->n_rot / 2;
+    double *freq = mem_alloc((size_t)half * ROPE_KINDS, sizeof *freq);
+    uint32_t *window = mem_alloc(p->n_layer, sizeof *window);
+    int status = MF_NOMEM;
+    if (!freq || !window) goto done;
+    backend_config c = {
+        .n_layer = p->n_layer, .n_embd = p->n_embd, .n_vocab = p->n_vocab, .n_head = p->n_head,
+        .n_head_kv = p->n_head_kv, .head_dim = p->head_dim, .n_rot = p->n_rot,
+        .rope_interleaved = p->arch->flags & ARCH_ROPE_INTERLEAVED,
+        .attn_scale = p->attn_scale, .attn_softcap = p->attn_softcap,
+        .layer_group = e->layer_group, .layer_window = window, .group_cells = cells, .n_groups = e->n_groups,
+        .kv_format = e->kv_format, .n_batch = e->n_batch, .n_ctx = e->n_ctx, .n_threads = o->n_threads, .isa = o->isa,
+    };
+    // Phi-3's two sets of factors: the short one holds as long as the cache cannot outgrow the original context.
+    const float *factors = m->rope_freqs;
+    if (m->rope_long && m->rope_short) factors = e->n_ctx > p->rope_orig_ctx ? m->rope_long : m->rope_short;
+    for (uint32_t k = 0; k < ROPE_KINDS; k++) {
+        rope_frequencies(freq + k * half, &c.rope[k].magnitude, p, k == 1, factors);
+        c.rope[k].freq = freq + k * half;
+    }
+    for (uint32_t i = 0; i < p->n_layer; i++) {
+        const uint32_t w = model_layer_window(p, i);
+        window[i] = w ? w : UINT32_MAX;
+    }
+    status = m->dev->backend_new(&e->b, &c);
+done:
+    mem_free(freq);
+    mem_free(window);
+    return status;
+}
+
+int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
+    mf_engine *e = mem_alloc(1, sizeof *e);
+    if (!e) return MF_NOMEM;
+    e->magic = ENGINE_MAGIC;
+    e->m = m;
+    model_retain(m);
+    e->n_ctx = o->n_ctx ? o->n_ctx : u32_min(4096, m->p.n_ctx_train);
+    e->n_seq = o->n_seq ? o->n_seq : 1;
+    e->n_batch = u32_min(o->n_batch ? o->n_batch : 512, e->n_ctx);
+    uint32_t cells[KV_MAX_GROUPS];
+    int status;
+    pthread_mutex_init(&e->lock, NULL);
+    TRY_GOTO(failed, kv_format_resolve(&e->kv_format, o->cache_type, m->dev->name, m->dev->kv_formats));
+    TRY_GOTO(failed, make_groups(e));
+    TRY_GOTO(failed, make_cache(e, cells));
+    TRY_GOTO(failed, batch_new(&e->batch, e->n_batch, u32_min(e->n_seq, e->n_batch), e->n_groups));
+    TRY_GOTO(failed, make_backend(e, o, cells));
+    *out = e;
+    return MF_OK;
+failed:
+    engine_free(e);
+    return status;
+}
+
+void engine_free(mf_engine *e) {
+    if (!e) return;
+    if (e->b) e->m->dev->backend_free(e->b);
+    for (uint32_t i = 0; i < e->n_graphs; i++) graph_free(e->graphs[i]);
+    batch_free(e->batch);
+    kv_cache_free(e->kv);
+    mem_free(e->layer_group);
+    pthread_mutex_destroy(&e->lock);
+    model_release(e->m);
+    e->magic = 0;
+    mem_free(e);
+}
+
+static uint32_t bucket(uint32_t n, uint32_t max) {
+    uint32_t b = n ? 1 : 0;
+    while (b < n) b *= 2;
+    return u32_min(b, max);
+}
+
+static int get_graph(const graph **out, mf_engine *e) {
+    graph_params params;
+    memset(&params, 0, sizeof params);
+    params.max_tokens = bucket(e->batch->n_tokens, e->n_batch);
+    params.max_outputs = bucket(e->batch->n_outputs, e->n_batch);
+    params.kv_format = e->kv_format;
+    for (uint32_t i = 0; i < e->n_graphs; i++) {
+        if (memcmp(&e->graphs[i]->params, &params, sizeof params) != 0) continue;
+        e->stats.graph_reuses++;
+        *out = e->graphs[i];
+        return MF_OK;
+    }
+    graph *g;
+    TRY(builder_build(&g, e->m, &params));
+    const int status = e->m->dev->reserve(e->b, g->buffer_bytes);
+    if (status) {
+        graph_free(g);
+        return status;
+    }
+    // More params than slots would need odd sizes of everything at once; then the oldest graph is built again one day.
+    if (e->n_graphs == ENGINE_MAX_GRAPHS) {
+        graph_free(e->graphs[0]);
+        memmove(e->graphs, e->graphs + 1, (ENGINE_MAX_GRAPHS - 1) * sizeof *e->graphs);
+        e->n_graphs--;
+    }
+    e->graphs[e->n_graphs++] = g;
+    e->stats.graph_builds++;
+    *out = g;
+    return MF_OK;
+}
+
+static int run_batch(mf_engine *e, float *logits) {
+    const graph *g;
+    const double start = now();
+    TRY(get_graph(&g, e));
+    TRY(batch_fill_inputs(e->batch, e->kv));
+    const int status = e->m->dev->compute(e->b, g, e->batch, logits, &e->cancel);
+    if (status) {
+        batch_undo(e->batch, e->kv);
+        return status;
+    }
+    const bool decode = e->batch->n_tokens == e->batch->n_runs;
+    *(decode ? &e->stats.decode_tokens : &e->stats.prefill_tokens) += e->batch->n_tokens;
+    *(decode ? &e->stats.decode_seconds : &e->stats.prefill_seconds) += now() - start;
+    return MF_OK;
+}
+
+static int check_room(const mf_engine *e, const mf_chunk *chunks, size_t n_chunks) {
+    kv_append *items = mem_alloc(n_chunks, sizeof *items);
+    if (!items) return MF_NOMEM;
+    for (size_t i = 0; i < n_chunks; i++)
+        items[i] = (kv_append){.seq = chunks[i].seq, .n = (uint32_t)chunks[i].n_tokens};
+    const int status = kv_cache_can_append(e->kv, items, (uint32_t)n_chunks);
+    mem_free(items);
+    return status;
+}
+
+static uint32_t wanted_rows(const mf_chunk *c, size_t done, uint32_t n) {
+    if (c->logits == MF_LOGITS_ALL) return n;
+    return c->logits == MF_LOGITS_LAST && done + n == c->n_tokens;
+}
+
+// Batches take the chunks in order, so that the wanted rows come out in order too.
+static int run_chunks(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n_chunks) {
+    size_t chunk = 0, done = 0;  // of chunks[chunk]
+    while (chunk < n_chunks) {
+        batch_clear(e->batch);
+        while (chunk < n_chunks && e->batch->n_tokens < e->n_batch) {
+            const mf_chunk *c = &chunks[chunk];
+            const size_t left = c->n_tokens - done, space = e->n_batch - e->batch->n_tokens;
+            const uint32_t n = (uint32_t)(left < space ? left : space);
+            batch_add(e->batch, c->seq, c->tokens + done, n, wanted_rows(c, done, n));
+            done += n;
+            if (done == c->n_tokens) {
+                chunk++;
+                done = 0;
+            }
+        }
+        TRY(run_batch(e, logits));
+        if (logits) logits += (size_t)e->batch->n_outputs * e->m->p.n_vocab;
+    }
+    return MF_OK;
+}
+
+int engine_forward(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n_chunks) {
+    TRY(check_room(e, chunks, n_chunks));
+    atomic_store(&e->cancel, 0);
+    atomic_store(&e->running, 1);
+    const uint64_t saved = fpenv_enter();
+    const int status = run_chunks(e, logits, chunks, n_chunks);
+    fpenv_restore(saved);
+    atomic_store(&e->running, 0);
+    return status;
+}
+
+uint64_t engine_bytes_per_token(const mf_engine *e, uint32_t group) {
+    // The only format an engine resolves to is f32: one float per element of K and of V.
+    return (uint64_t)e->group_layers[group] * 2 * e->m->p.n_head_kv * e->m->p.head_dim * sizeof(float);
+}
+
+void engine_get_stats(const mf_engine *e, mf_stats *out) {
+    backend_stats b;
+    e->m->dev->get_stats(e->b, &b);
+    *out = e->stats;
+    out->weight_bytes = e->m->weight_bytes;
+    out->kv_bytes = b.kv_bytes;
+    out->compute_bytes = b.compute_bytes;
+}

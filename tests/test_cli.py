@@ -1,0 +1,192 @@
+"""The command line as a person or a script meets it: exit statuses, what goes to which stream, Ctrl-C."""
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+MINFER = [sys.executable, "-m", "minfer.tools.cli"]
+PROMPT = "The capital of France is"
+
+
+def minfer(*args, stdin="", status=0):
+    """Runs the command; gives (stdout, stderr)."""
+    done = subprocess.run(
+        [*MINFER, *map(str, args)], input=stdin, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == status, done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("walk",),
+        ("run",),
+        ("run", "m.gguf", "hi", "-n", "-1"),
+        ("run", "m.gguf", "hi", "-n", "many"),
+        ("run", "m.gguf", "hi", "--greedy", "--temp", "1"),
+        ("run", "m.gguf", "hi", "--threads", "0"),
+        ("run", "m.gguf", "hi", "--cache-type", "f8"),
+        ("run", "m.gguf", "hi", "--json", "--cnv"),
+        ("chat", "m.gguf", "--json"),
+        ("bench", "m.gguf", "--vs", "nothing"),
+        ("info",),
+    ],
+    ids=" ".join,
+)
+def test_usage_errors(args):
+    out, err = minfer(*args, status=2)
+    assert out == "" and "usage: minfer" in err
+
+
+@pytest.mark.parametrize("command", [("run", "absent.gguf", "hi"), ("info", "absent.gguf"), ("bench", "absent.gguf")])
+def test_one_line_for_an_error(command):
+    out, err = minfer(*command, status=1)
+    assert out == "" and err.count("\n") == 1 and err.startswith("minfer: ") and "absent.gguf" in err
+
+
+def test_refusals_are_errors_too(tiny_path):
+    for args in (
+        ("run", tiny_path, "hi", "--cache-type", "f16"),
+        ("run", tiny_path, "hi", "--temp", "nan"),
+        ("run", tiny_path, "hi", "--top-p", "7"),
+        ("run", tiny_path, "hi " * 400, "--n-ctx", "64"),
+    ):
+        out, err = minfer(*args, status=1)
+        assert out == "" and err.count("\n") == 1, args
+
+
+def test_version_and_help():
+    assert minfer("--version")[0].startswith("minfer 0.")
+    assert "bench" in minfer("--help")[0]
+
+
+def test_run_prints_the_answer_alone_on_stdout():
+    out, err = minfer("run", "demo", PROMPT, "-n", 8, "--greedy")
+    assert "Paris" in out and out.endswith("\n")
+    assert err.count("\n") == 1 and "prefilled 6 tokens" in err and "decoded 7 tokens" in err
+
+
+def test_json_is_one_object():
+    args = ("run", "demo", PROMPT, "-n", 8, "--greedy", "--json")
+    out, err = minfer(*args)
+    assert err == "" and out.count("\n") == 1
+    report = json.loads(out)
+    assert "Paris" in report["text"] and len(report["tokens"]) == 8 and report["finish"] == "length"
+    assert report["prefill"]["tokens"] == 6 and report["decode"]["tokens"] == 7
+    again = json.loads(minfer(*args, "--threads", 1)[0])
+    assert again["tokens"] == report["tokens"] and again["threads"] == 1
+
+
+def test_seeds():
+    texts = [
+        minfer("run", "demo", PROMPT, "-n", 12, "--seed", seed, "--temp", "1.5")[0] for seed in (1, 1, 2)
+    ]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_prompt_from_stdin():
+    given = minfer("run", "demo", PROMPT, "-n", 6, "--greedy")[0]
+    assert minfer("run", "demo", "-n", 6, "--greedy", stdin=PROMPT + "\n")[0] == given
+
+
+def test_conversation_from_a_pipe():
+    out, err = minfer("chat", "demo", "-n", 4, "--greedy", stdin="One, two,\n\nand three:\n")
+    assert out.count("\n") >= 2 and err.count("decoded") == 2
+
+
+def test_info():
+    out, _ = minfer("info", "demo")
+    for fact in ("gemma3", "Q4_K", "sliding-512/f32/kv1x256", "full/f32/kv1x256", "memory"):
+        assert fact in out
+    report = json.loads(minfer("info", "demo", "--json")[0])
+    assert report["layers"] == 18 and sum(g["n_layers"] for g in report["groups"]) == 18
+    assert report["memory"]["needed"] > 200e6 and report["chat_template"] is False
+
+
+def test_bench(tiny_path):
+    out, _ = minfer("bench", tiny_path, "-p", 32, "-n", 8, "-d", 16, "-r", 2)
+    assert "prefill of 32" in out and "decode of 8" in out
+    report = json.loads(minfer("bench", tiny_path, "-p", 32, "-n", 8, "-r", 2, "--json")[0])
+    assert report["results"]["minfer"]["prefill"] > 0 and report["results"]["minfer"]["decode"] > 0
+
+
+def test_bench_without_the_peer(tiny_path):
+    out, err = minfer(
+        "bench", tiny_path, "-p", 8, "-n", 2, "--vs", "llama-cpp-python", "--vs-python", "/bin/false", status=1
+    )
+    assert out == "" and err.count("\n") == 1 and "--vs-python" in err
+
+
+def _interrupted(*args, wait_for=b"", delay=0.0):
+    """Sends Ctrl-C after `wait_for` came out and `delay` seconds; gives (status, seconds, stdout, stderr)."""
+    process = subprocess.Popen([*MINFER, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    seen = b""
+    while len(seen) < len(wait_for):
+        seen += os.read(process.stdout.fileno(), 1)
+    time.sleep(delay)
+    process.send_signal(signal.SIGINT)
+    start = time.perf_counter()
+    out, err = process.communicate(timeout=60)
+    return process.returncode, time.perf_counter() - start, seen + out, err
+
+
+def test_ctrl_c_while_decoding():
+    status, seconds, out, err = _interrupted("run", "demo", PROMPT, "-n", 100000, wait_for=b"x" * 20)
+    assert status == 130 and seconds < 3 and b"Traceback" not in err
+    assert len(out) >= 20 and b"decoded" in err
+
+
+def test_ctrl_c_while_reading_the_prompt():
+    text = "All work and no play makes Jack a dull boy. " * 700
+    status, seconds, out, err = _interrupted(
+        "run", "demo", text, "--n-ctx", 16384, "--threads", 1, "--json", delay=5.0
+    )
+    assert status == 130 and seconds < 3 and err == b""
+    report = json.loads(out)
+    assert report["finish"] == "interrupted" and report["tokens"] == []
+
+
+def test_nobody_reads_the_answer():
+    process = subprocess.Popen(
+        [*MINFER, "run", "demo", PROMPT, "-n", "60"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    os.read(process.stdout.fileno(), 1)
+    process.stdout.close()
+    err = process.stderr.read()
+    assert process.wait(60) == 1 and err == b""
+
+
+def test_conversation_on_a_terminal():
+    """Type two turns and Ctrl-D, as a person would."""
+    child, terminal = pty.fork()
+    if not child:
+        os.environ["TERM"] = "dumb"
+        os.execv(sys.executable, [*MINFER, "run", "demo", "-n", "4", "--greedy"])
+    seen = b""
+
+    def read_until(mark, n, seconds=60):
+        nonlocal seen
+        end = time.monotonic() + seconds
+        while seen.count(mark) < n:
+            assert time.monotonic() < end, seen
+            if select.select([terminal], [], [], 0.1)[0]:
+                seen += os.read(terminal, 4096)
+
+    read_until(b"> ", 1)
+    os.write(terminal, b"One, two,\r")
+    read_until(b"decoded", 1)
+    os.write(terminal, b"and three:\r")
+    read_until(b"decoded", 2)
+    os.write(terminal, b"\x04")
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0

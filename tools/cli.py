@@ -1,0 +1,117 @@
+"""The command `minfer`: parses arguments, runs a subcommand, turns errors into one line and an exit status.
+
+Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C.
+"""
+
+import argparse
+import os
+import sys
+from importlib import import_module
+
+import minfer
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns the exit status."""
+    args = _parser().parse_args(argv)
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no error
+    try:
+        status = import_module(f"minfer.tools.{args.module}").main(args)
+        sys.stdout.flush()
+        return status
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is left
+        return 1
+    except (minfer.Error, OSError, MemoryError) as error:
+        message = " ".join(str(error).split()) or type(error).__name__
+        print(f"minfer: {message}", file=sys.stderr)
+        return 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="minfer", description="Runs GGUF language models with a KV cache that can be trusted."
+    )
+    parser.add_argument("--version", action="version", version=f"minfer {minfer.__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    run = _command(commands, "run", "run", "answer a prompt, or talk (--cnv)")
+    _add_run(run)
+    run.add_argument("--cnv", action="store_true", help="a conversation, until Ctrl-D")
+    chat = _command(commands, "chat", "run", "the same as run --cnv")
+    _add_run(chat)
+    chat.set_defaults(cnv=True)
+
+    info = _command(commands, "info", "info", "architecture, tensors, cache kinds and memory")
+    _add_engine(info)
+
+    bench = _command(commands, "bench", "bench", "measure prefill and decode")
+    _add_engine(bench)
+    bench.add_argument("-p", type=_positive, default=512, metavar="N", help="prompt tokens (512)")
+    bench.add_argument("-n", type=_positive, default=128, metavar="N", help="decoded tokens (128)")
+    bench.add_argument(
+        "-d", type=_natural, default=0, metavar="N", help="tokens in the cache before either (0)"
+    )
+    bench.add_argument(
+        "-r", type=_positive, default=5, metavar="N", help="repetitions; medians are shown (5)"
+    )
+    bench.add_argument("--vs", choices=["llama-cpp-python"], help="measure this in turns with minfer")
+    bench.add_argument(
+        "--vs-python", metavar="PATH", default=sys.executable, help="interpreter that can import it"
+    )
+    return parser
+
+
+def _command(commands, name: str, module: str, about: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+    command.set_defaults(module=module, usage_error=command.error)
+    command.add_argument("model", metavar="MODEL", help='a GGUF file, or "demo"')
+    return command
+
+
+def _add_engine(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--n-ctx", type=_positive, metavar="N", help="tokens the cache can hold")
+    command.add_argument("--cache-type", choices=list(minfer.KvFormat), help="format of the KV cache")
+    command.add_argument("--threads", type=_positive, metavar="N", help="default: one per core")
+    command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _add_run(command: argparse.ArgumentParser) -> None:
+    command.add_argument("prompt", nargs="?", metavar="PROMPT", help="default: read from stdin")
+    _add_engine(command)
+    command.add_argument("-n", type=_natural, default=256, metavar="N", help="most tokens (256)")
+    heat = command.add_mutually_exclusive_group()
+    heat.add_argument("--temp", type=float, default=0.8, metavar="T", help="temperature (0.8)")
+    heat.add_argument(
+        "--greedy", dest="temp", action="store_const", const=0.0, help="always the likeliest token"
+    )
+    command.add_argument("--top-k", type=_natural, default=40, metavar="K", help="0: off (40)")
+    command.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (0.95)")
+    command.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (0.05)")
+    command.add_argument("--repeat-penalty", type=float, default=1.0, metavar="R", help="1: off (1)")
+    command.add_argument("--seed", type=_natural, default=0, metavar="S", help="of the sampler (0)")
+    command.add_argument(
+        "--no-template", action="store_true", help="do not use the model's chat template"
+    )
+
+
+def _natural(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{number} is negative")
+    return number
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is less than 1")
+    return number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
