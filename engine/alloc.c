@@ -18,12 +18,15 @@ size_t mem_alive(void) { return atomic_load(&alive); }
 static bool refused_by_test(void) {
     size_t left = atomic_load_explicit(&until_failure, memory_order_relaxed);
     if (left == SIZE_MAX) return false;
-    // Counting down to SIZE_MAX by wrapping would switch the fault off: exactly one allocation fails.
+    // Counting down to SIZE_MAX by wrapping would switch the fault off: exactly one allocation
+    // fails.
     return atomic_fetch_sub(&until_failure, 1) == 0;
 }
 
 static void *no_memory(size_t n, size_t size) {
-    fail(MF_NOMEM, "out of memory: %zu x %zu bytes; use a smaller n_ctx or n_batch, or close other programs", n, size);
+    fail(MF_NOMEM,
+         "out of memory: %zu x %zu bytes; use a smaller n_ctx or n_batch, or close other programs",
+         n, size);
     return NULL;
 }
 
@@ -53,7 +56,8 @@ void mem_free(void *p) {
 
 void *mem_pages(size_t bytes) {
     if (refused_by_test()) return no_memory(1, bytes);
-    void *p = mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void *p =
+        mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return no_memory(1, bytes);
 #ifdef MADV_HUGEPAGE
     madvise(p, bytes, MADV_HUGEPAGE);  // advice only: f16 decode is 1.4 times faster with it

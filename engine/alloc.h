@@ -4,8 +4,8 @@
 
 #include "base.h"
 
-// n * size bytes, zeroed; NULL with MF_NOMEM's line set when the product wraps or memory is short. n * size = 0 gives a
-// valid pointer.
+// n * size bytes, zeroed; NULL with MF_NOMEM's line set when the product wraps or memory is short.
+// n * size = 0 gives a valid pointer.
 void *mem_alloc(size_t n, size_t size);
 // Like realloc, with the same rules; new bytes are not zeroed. On failure `old` is untouched.
 void *mem_grow(void *old, size_t n, size_t size);
@@ -15,7 +15,8 @@ void mem_free(void *p);
 void *mem_pages(size_t bytes);
 void mem_pages_free(void *p, size_t bytes);
 
-// Tests: the allocation after `n` more successful ones fails, once (or, with n == SIZE_MAX, none does).
+// Tests: the allocation after `n` more successful ones fails, once (or, with n == SIZE_MAX, none
+// does).
 void mem_fail_after(size_t n);
 // Allocations alive; a test compares before and after.
 size_t mem_alive(void);

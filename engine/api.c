@@ -1,4 +1,5 @@
-// Layer 7: the public ABI. Arguments are checked here, once; below it they are asserted. Everything else is one call down.
+// Layer 7: the public ABI. Arguments are checked here, once; below it they are asserted. Everything
+// else is one call down.
 #include <stdio.h>
 #include <string.h>
 
@@ -14,7 +15,8 @@ const char *mf_isas(void) {
     const size_t n = kernels_list(list);
     size_t used = 0;
     for (size_t i = 0; i < n; i++)
-        used += (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "", list[i]->name);
+        used +=
+            (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "", list[i]->name);
     return text;
 }
 
@@ -25,18 +27,26 @@ static int null_arg(const char *function, const char *name) {
 #define NOT_NULL(pointer) \
     if (!(pointer)) return null_arg(__func__, #pointer)
 
-// Option structs of an older header are shorter (the rest is zero: the defaults), those of a newer one longer: allowed as
-// long as what this build does not know is zero.
-static int copy_options(void *to, size_t known, const void *from, size_t least, const char *function) {
+// No header ever had a struct of another size, and half a pointer must not be copied.
+static bool is_struct_size(size_t size, size_t least) {
+    return size >= least && size <= 4096 && size % sizeof(size_t) == 0;
+}
+
+// Option structs of an older header are shorter (the rest is zero: the defaults), those of a newer
+// one longer: allowed as long as what this build does not know is zero.
+static int copy_options(void *to, size_t known, const void *from, size_t least,
+                        const char *function) {
     memset(to, 0, known);
     if (!from) return MF_OK;
     const size_t size = *(const size_t *)from;
-    if (size < least || size > 4096)
-        return fail(MF_ARG, "%s: options.size is %zu; set it to sizeof of the struct", function, size);
+    if (!is_struct_size(size, least))
+        return fail(MF_ARG, "%s: options.size is %zu; set it to sizeof of the struct", function,
+                    size);
     for (size_t i = known; i < size; i++)
         if (((const char *)from)[i])
-            return fail(MF_UNSUPPORTED, "%s: options.size is %zu and uses fields this build (%s) does not know", function,
-                        size, MF_VERSION);
+            return fail(MF_UNSUPPORTED,
+                        "%s: options.size is %zu and uses fields this build (%s) does not know",
+                        function, size, MF_VERSION);
     memcpy(to, from, size < known ? size : known);
     return MF_OK;
 }
@@ -44,9 +54,10 @@ static int copy_options(void *to, size_t known, const void *from, size_t least, 
 // Fills in as much of an out-struct as its caller knows.
 static int copy_out(void *to, const void *from, size_t known, const char *function) {
     const size_t size = *(const size_t *)to;
-    if (size < 2 * sizeof(size_t) || size > 4096)
+    if (!is_struct_size(size, 2 * sizeof size))
         return fail(MF_ARG, "%s: out.size is %zu; set it to sizeof of the struct", function, size);
-    memcpy((char *)to + sizeof size, (const char *)from + sizeof size, (size < known ? size : known) - sizeof size);
+    memcpy((char *)to + sizeof size, (const char *)from + sizeof size,
+           (size < known ? size : known) - sizeof size);
     return MF_OK;
 }
 
@@ -57,8 +68,12 @@ int mf_model_load(mf_model **out, mf_gguf *file, const mf_model_options *options
     NOT_NULL(file);
     mf_model_options o;
     TRY(copy_options(&o, sizeof o, options, sizeof(size_t), __func__));
-    if (o.n_threads > 1024) return fail(MF_ARG, "mf_model_load: n_threads is %u; at most 1024", o.n_threads);
-    return model_load(out, file, &o);
+    if (o.n_threads > 1024)
+        return fail(MF_ARG, "mf_model_load: n_threads is %u; at most 1024", o.n_threads);
+    const uint64_t saved = fpenv_enter();  // constants are computed here: no mode of the host's
+    const int status = model_load(out, file, &o);
+    fpenv_restore(saved);
+    return status;
 }
 
 void mf_model_free(mf_model *model) { model_release(model); }
@@ -70,9 +85,17 @@ int mf_model_get_info(mf_model_info *out, const mf_model *model) {
     bool full = false, sliding = false;
     for (uint32_t i = 0; i < p->n_layer; i++) *(model_layer_window(p, i) ? &sliding : &full) = true;
     const mf_model_info info = {
-        .arch = p->arch->name, .n_layer = p->n_layer, .n_embd = p->n_embd, .n_head = p->n_head,
-        .n_head_kv = p->n_head_kv, .head_dim = p->head_dim, .n_ff = p->n_ff, .n_vocab = p->n_vocab,
-        .n_ctx_train = p->n_ctx_train, .n_groups = (uint32_t)full + sliding, .n_params = model->n_params,
+        .arch = p->arch->name,
+        .n_layer = p->n_layer,
+        .n_embd = p->n_embd,
+        .n_head = p->n_head,
+        .n_head_kv = p->n_head_kv,
+        .head_dim = p->head_dim,
+        .n_ff = p->n_ff,
+        .n_vocab = p->n_vocab,
+        .n_ctx_train = p->n_ctx_train,
+        .n_groups = (uint32_t)full + sliding,
+        .n_params = model->n_params,
         .weight_bytes = model->weight_bytes,
     };
     return copy_out(out, &info, sizeof info, __func__);
@@ -83,7 +106,8 @@ int mf_model_get_info(mf_model_info *out, const mf_model *model) {
 static int check_engine(const mf_engine *e, const char *function) {
     if (!e) return null_arg(function, "engine");
     // Cheap, and right for every handle that is still memory: a freed engine has no magic.
-    if (e->magic != ENGINE_MAGIC) return fail(MF_ARG, "%s: engine is not an open mf_engine", function);
+    if (e->magic != ENGINE_MAGIC)
+        return fail(MF_ARG, "%s: engine is not an open mf_engine", function);
     return MF_OK;
 }
 
@@ -101,14 +125,18 @@ int mf_engine_new(mf_engine **out, mf_model *model, const mf_engine_options *opt
     TRY(check_range("n_seq", o.n_seq, 4096));
     TRY(check_range("n_batch", o.n_batch, 1 << 16));
     TRY(check_range("n_threads", o.n_threads, 1024));
-    return engine_new(out, model, &o);
+    const uint64_t saved = fpenv_enter();
+    const int status = engine_new(out, model, &o);
+    fpenv_restore(saved);
+    return status;
 }
 
 void mf_engine_free(mf_engine *engine) { engine_free(engine); }
 
 static int check_seq(const mf_engine *e, int32_t seq, const char *function) {
     if (seq >= 0 && (uint32_t)seq < e->n_seq) return MF_OK;
-    return fail(MF_ARG, "%s: sequence %d; this engine has 0 to %u (n_seq at load raises it)", function, seq, e->n_seq - 1);
+    return fail(MF_ARG, "%s: sequence %d; this engine has 0 to %u (n_seq at load raises it)",
+                function, seq, e->n_seq - 1);
 }
 
 static int check_chunk(const mf_engine *e, const mf_chunk *chunks, size_t i, size_t *rows) {
@@ -116,34 +144,41 @@ static int check_chunk(const mf_engine *e, const mf_chunk *chunks, size_t i, siz
     const char *const me = "mf_engine_forward";
     TRY(check_seq(e, c->seq, me));
     for (size_t j = 0; j < i; j++)
-        if (chunks[j].seq == c->seq) return fail(MF_ARG, "%s: sequence %d occurs twice; join its chunks", me, c->seq);
-    if (!c->n_tokens || !c->tokens) return fail(MF_ARG, "%s: chunk %zu has no tokens; leave it out", me, i);
+        if (chunks[j].seq == c->seq)
+            return fail(MF_ARG, "%s: sequence %d occurs twice; join its chunks", me, c->seq);
+    if (!c->n_tokens || !c->tokens)
+        return fail(MF_ARG, "%s: chunk %zu has no tokens; leave it out", me, i);
     if (c->n_tokens > KV_POS_MAX)
-        return fail(MF_KV_RANGE, "%s: chunk %zu has %zu tokens; positions end at %d", me, i, c->n_tokens, KV_POS_MAX);
+        return fail(MF_KV_RANGE, "%s: chunk %zu has %zu tokens; positions end at %d", me, i,
+                    c->n_tokens, KV_POS_MAX);
     if (c->logits < MF_LOGITS_NONE || c->logits > MF_LOGITS_ALL)
         return fail(MF_ARG, "%s: logits of chunk %zu is %d; use an mf_logits", me, i, c->logits);
     for (size_t t = 0; t < c->n_tokens; t++)
         if (c->tokens[t] < 0 || (uint32_t)c->tokens[t] >= e->m->p.n_vocab)
-            return fail(MF_ARG, "%s: token %d at index %zu of chunk %zu; the vocabulary has 0 to %u", me, c->tokens[t], t,
-                        i, e->m->p.n_vocab - 1);
+            return fail(MF_ARG,
+                        "%s: token %d at index %zu of chunk %zu; the vocabulary has 0 to %u", me,
+                        c->tokens[t], t, i, e->m->p.n_vocab - 1);
     *rows += c->logits == MF_LOGITS_ALL ? c->n_tokens : (size_t)c->logits;
     return MF_OK;
 }
 
-static int check_forward(const float *logits, size_t n_floats, const mf_engine *e, const mf_chunk *chunks, size_t n_chunks) {
-    if (!chunks || !n_chunks) return fail(MF_ARG, "mf_engine_forward: no chunks; pass at least one");
+static int check_forward(const float *logits, size_t n_floats, const mf_engine *e,
+                         const mf_chunk *chunks, size_t n_chunks) {
+    if (!chunks || !n_chunks)
+        return fail(MF_ARG, "mf_engine_forward: no chunks; pass at least one");
     if (n_chunks > e->n_seq)
         return fail(MF_ARG, "mf_engine_forward: %zu chunks for %u sequences", n_chunks, e->n_seq);
     size_t rows = 0, need;
     for (size_t i = 0; i < n_chunks; i++) TRY(check_chunk(e, chunks, i, &rows));
     if (!size_mul(&need, rows, e->m->p.n_vocab) || need != n_floats)
-        return fail(MF_ARG, "mf_engine_forward: n_floats is %zu; %zu rows of %u logits are needed", n_floats, rows,
-                    e->m->p.n_vocab);
+        return fail(MF_ARG, "mf_engine_forward: n_floats is %zu; %zu rows of %u logits are needed",
+                    n_floats, rows, e->m->p.n_vocab);
     if (need && !logits) return null_arg("mf_engine_forward", "logits");
     return MF_OK;
 }
 
-int mf_engine_forward(float *logits, size_t n_floats, mf_engine *engine, const mf_chunk *chunks, size_t n_chunks) {
+int mf_engine_forward(float *logits, size_t n_floats, mf_engine *engine, const mf_chunk *chunks,
+                      size_t n_chunks) {
     TRY(check_engine(engine, __func__));
     TRY(check_forward(logits, n_floats, engine, chunks, n_chunks));
     pthread_mutex_lock(&engine->lock);
@@ -185,7 +220,9 @@ uint32_t mf_engine_n_threads(const mf_engine *engine) {
     return check_engine(engine, __func__) ? 0 : stats_of(engine).n_threads;
 }
 
-uint32_t mf_engine_n_ctx(const mf_engine *engine) { return check_engine(engine, __func__) ? 0 : engine->n_ctx; }
+uint32_t mf_engine_n_ctx(const mf_engine *engine) {
+    return check_engine(engine, __func__) ? 0 : engine->n_ctx;
+}
 
 // ---- KV cache --------------------------------------------------------------------------------
 
@@ -195,12 +232,12 @@ static int check_call(const mf_engine *e, int32_t seq, const char *function) {
 }
 
 // Runs one call of the cell store under the engine's lock.
-#define LOCKED(engine, call)                       \
-    do {                                           \
-        pthread_mutex_lock(&(engine)->lock);       \
-        const int locked_status = (call);          \
-        pthread_mutex_unlock(&(engine)->lock);     \
-        return locked_status;                      \
+#define LOCKED(engine, call)                   \
+    do {                                       \
+        pthread_mutex_lock(&(engine)->lock);   \
+        const int locked_status = (call);      \
+        pthread_mutex_unlock(&(engine)->lock); \
+        return locked_status;                  \
     } while (0)
 
 int mf_kv_len(uint32_t *rows, mf_engine *engine, int32_t seq) {
@@ -242,8 +279,10 @@ int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group) {
     TRY(check_group(engine, group, __func__));
     pthread_mutex_lock(&engine->lock);
     const mf_kv_group info = {
-        .kind = engine->kinds[group], .n_layers = engine->group_layers[group],
-        .n_cells = kv_cache_group(engine->kv, group)->n_cells, .n_used = kv_cache_used(engine->kv, group),
+        .kind = engine->kinds[group],
+        .n_layers = engine->group_layers[group],
+        .n_cells = kv_cache_group(engine->kv, group)->n_cells,
+        .n_used = kv_cache_used(engine->kv, group),
         .bytes_per_token = engine_bytes_per_token(engine, group),
     };
     pthread_mutex_unlock(&engine->lock);
@@ -254,12 +293,14 @@ int mf_kv_layer_group(uint32_t *group, mf_engine *engine, uint32_t layer) {
     NOT_NULL(group);
     TRY(check_engine(engine, __func__));
     if (layer >= engine->m->p.n_layer)
-        return fail(MF_ARG, "mf_kv_layer_group: layer %u; this model has %u", layer, engine->m->p.n_layer);
+        return fail(MF_ARG, "mf_kv_layer_group: layer %u; this model has %u", layer,
+                    engine->m->p.n_layer);
     *group = engine->layer_group[layer];
     return MF_OK;
 }
 
-static int copy_spans(size_t *n, mf_kv_span *spans, size_t capacity, const mf_engine *e, int32_t seq, uint32_t group) {
+static int copy_spans(size_t *n, mf_kv_span *spans, size_t capacity, const mf_engine *e,
+                      int32_t seq, uint32_t group) {
     const mf_kv_span *from;
     uint32_t count;
     TRY(kv_cache_spans(&from, &count, e->kv, group, seq));
@@ -270,7 +311,8 @@ static int copy_spans(size_t *n, mf_kv_span *spans, size_t capacity, const mf_en
     return MF_OK;
 }
 
-int mf_kv_spans(size_t *n, mf_kv_span *spans, size_t capacity, mf_engine *engine, int32_t seq, uint32_t group) {
+int mf_kv_spans(size_t *n, mf_kv_span *spans, size_t capacity, mf_engine *engine, int32_t seq,
+                uint32_t group) {
     NOT_NULL(n);
     TRY(check_call(engine, seq, __func__));
     TRY(check_group(engine, group, __func__));

@@ -1,5 +1,6 @@
-// Owns the table of architectures. Each row states how a model differs from the plain pre-norm transformer with RoPE, grouped
-// queries and a gated FFN; model.c and builder.c read the traits and never the name.
+// Owns the table of architectures. Each row states how a model differs from the plain pre-norm
+// transformer with RoPE, grouped queries and a gated FFN; model.c and builder.c read the traits and
+// never the name.
 #include "arch.h"
 
 #include <stdio.h>
@@ -9,7 +10,7 @@
 
 static const arch_traits table[] = {
     {.name = "gemma2",
-     .flags = ARCH_PRE_NORM | ARCH_POST_NORM | ARCH_EMBED_SCALE | ARCH_GELU | ARCH_SOFTCAPS | ARCH_TIED_HEAD,
+     .flags = ARCH_PRE_NORM | ARCH_POST_NORM | ARCH_EMBED_SCALE | ARCH_GELU | ARCH_SOFTCAPS,
      .window_pattern = 2,
      .big_n_layer = 46},
     {.name = "gemma3",

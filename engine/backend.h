@@ -31,7 +31,7 @@ typedef struct backend_config {
     uint32_t n_groups;
     kv_format kv_format;
     uint32_t n_batch, n_ctx, n_threads;
-    const char *isa;               // NULL: MINFER_ISA, else the best present
+    const char *isa;  // NULL: MINFER_ISA, else the best present
 } backend_config;
 
 typedef struct backend_stats {
@@ -42,12 +42,13 @@ typedef struct backend_stats {
 
 // One kind of device.
 typedef struct device {
-    const char *name;        // "cpu"
-    uint32_t id;             // written into files: appended to, never renumbered
+    const char *name;                      // "cpu"
+    uint32_t id;                           // written into files: appended to, never renumbered
     uint32_t head_dim_step, head_dim_max;  // head_dim must be a multiple of step, at most max
-    uint32_t kv_formats;     // bit set of the kv_formats that its attention reads
+    uint32_t kv_formats;                   // bit set of the kv_formats that its attention reads
 
-    // Weights: a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form. `n_done` counts bytes.
+    // Weights: a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form.
+    // `n_done` counts bytes.
     int (*matrix_load)(weight **out, const gguf_tensor *t, pool *p, uint64_t *n_done);
     int (*vector_load)(weight **out, const gguf_tensor *t);
     void (*weight_free)(weight *w);
@@ -57,7 +58,8 @@ typedef struct device {
     // Compute memory for graphs up to `bytes`; called before a graph is first run.
     int (*reserve)(backend *b, size_t bytes);
     // Runs the graph; `logits` [n_outputs][n_vocab]. MF_CANCELLED as soon as *cancel is set.
-    int (*compute)(backend *b, const graph *g, const batch *in, float *logits, const atomic_int *cancel);
+    int (*compute)(backend *b, const graph *g, const batch *in, float *logits,
+                   const atomic_int *cancel);
     void (*get_stats)(const backend *b, backend_stats *out);
 } device;
 

@@ -6,7 +6,8 @@
 #include <stddef.h>
 #include <stdint.h>
 
-// Only what the public header declares leaves the library (everything is compiled with hidden visibility).
+// Only what the public header declares leaves the library (everything is compiled with hidden
+// visibility).
 #pragma GCC visibility push(default)
 #include "minfer.h"
 #pragma GCC visibility pop
@@ -22,10 +23,18 @@
 #endif
 
 // The one checked-arithmetic helper: true and *out on success, false if the result does not fit.
-static inline bool size_mul(size_t *out, size_t a, size_t b) { return !__builtin_mul_overflow(a, b, out); }
-static inline bool size_add(size_t *out, size_t a, size_t b) { return !__builtin_add_overflow(a, b, out); }
-static inline bool u64_mul(uint64_t *out, uint64_t a, uint64_t b) { return !__builtin_mul_overflow(a, b, out); }
-static inline bool u64_add(uint64_t *out, uint64_t a, uint64_t b) { return !__builtin_add_overflow(a, b, out); }
+static inline bool size_mul(size_t *out, size_t a, size_t b) {
+    return !__builtin_mul_overflow(a, b, out);
+}
+static inline bool size_add(size_t *out, size_t a, size_t b) {
+    return !__builtin_add_overflow(a, b, out);
+}
+static inline bool u64_mul(uint64_t *out, uint64_t a, uint64_t b) {
+    return !__builtin_mul_overflow(a, b, out);
+}
+static inline bool u64_add(uint64_t *out, uint64_t a, uint64_t b) {
+    return !__builtin_add_overflow(a, b, out);
+}
 
 // a rounded up to a multiple of `to`, a power of two.
 static inline bool u64_align(uint64_t *out, uint64_t a, uint64_t to) {

@@ -1,5 +1,5 @@
-// Owns the arrays of one batch, allocated once for the largest. Invariant: after batch_fill_inputs every token has a
-// private cell in every group and every run's spans include its own tokens.
+// Owns the arrays of one batch, allocated once for the largest. Invariant: after batch_fill_inputs
+// every token has a private cell in every group and every run's spans include its own tokens.
 #include "batch.h"
 
 #include <string.h>
@@ -85,7 +85,8 @@ int batch_fill_inputs(batch *b, kv_cache *kv) {
 }
 
 void batch_undo(const batch *b, kv_cache *kv) {
-    // A batch just appended can always be taken back: nothing that its rows' queries need was evicted for it.
+    // A batch just appended can always be taken back: nothing that its rows' queries need was
+    // evicted for it.
     for (uint32_t i = 0; i < b->n_runs; i++)
         (void)kv_cache_trim(kv, b->runs[i].seq, b->runs[i].n_tokens);
 }

@@ -13,17 +13,18 @@ typedef struct batch_run {
 
 // Where the rows of one KV group lie.
 typedef struct batch_group {
-    int32_t *cells;            // [n_tokens] cell that the token's K and V are stored in
-    const mf_kv_span **spans;  // [n_runs] rows of the run's sequence, these tokens included, in position order
-    uint32_t *n_spans;         // [n_runs]
+    int32_t *cells;  // [n_tokens] cell that the token's K and V are stored in
+    const mf_kv_span *
+        *spans;  // [n_runs] rows of the run's sequence, these tokens included, in position order
+    uint32_t *n_spans;  // [n_runs]
 } batch_group;
 
 typedef struct batch {
     uint32_t n_tokens, n_runs, n_outputs;
-    int32_t *tokens;     // [n_tokens]
-    uint32_t *positions; // [n_tokens]
-    uint32_t *outputs;   // [n_outputs] tokens whose logits are wanted
-    batch_run *runs;     // [n_runs]
+    int32_t *tokens;      // [n_tokens]
+    uint32_t *positions;  // [n_tokens]
+    uint32_t *outputs;    // [n_outputs] tokens whose logits are wanted
+    batch_run *runs;      // [n_runs]
     uint32_t n_groups;
     batch_group groups[KV_MAX_GROUPS];
     uint32_t max_tokens, max_runs;
@@ -33,10 +34,11 @@ typedef struct batch {
 int batch_new(batch **out, uint32_t max_tokens, uint32_t max_runs, uint32_t n_groups);
 void batch_free(batch *b);
 void batch_clear(batch *b);
-// Adds tokens at the end; the caller keeps within max_tokens and max_runs. `outputs`: how many of the last tokens have logits.
+// Adds tokens at the end; the caller keeps within max_tokens and max_runs. `outputs`: how many of
+// the last tokens have logits.
 void batch_add(batch *b, int32_t seq, const int32_t *tokens, uint32_t n, uint32_t outputs);
-// The one entry point that takes cells: appends all runs to the cache (all or nothing) and fills in positions, cells and
-// spans of every group. On failure the cache is unchanged.
+// The one entry point that takes cells: appends all runs to the cache (all or nothing) and fills in
+// positions, cells and spans of every group. On failure the cache is unchanged.
 int batch_fill_inputs(batch *b, kv_cache *kv);
 // Takes the rows of batch_fill_inputs back, after a pass that failed or was cancelled.
 void batch_undo(const batch *b, kv_cache *kv);

@@ -1,5 +1,5 @@
-// Owns the one description of a transformer that all architectures share. It reads traits and weights, never a name, and
-// depends on nothing but the model and graph_params.
+// Owns the one description of a transformer that all architectures share. It reads traits and
+// weights, never a name, and depends on nothing but the model and graph_params.
 #include "builder.h"
 
 #include "error.h"
@@ -15,10 +15,15 @@ static int32_t new_f32(const build *b, row_set rows, uint32_t width) {
     return graph_add_value(b->g, rows, VALUE_F32, width);
 }
 
-static row_set rows_of(const build *b, int32_t v) { return b->g->status ? ROWS_TOKENS : b->g->values[v].rows; }
-static uint32_t width_of(const build *b, int32_t v) { return b->g->status ? 0 : b->g->values[v].width; }
+static row_set rows_of(const build *b, int32_t v) {
+    return b->g->status ? ROWS_TOKENS : b->g->values[v].rows;
+}
+static uint32_t width_of(const build *b, int32_t v) {
+    return b->g->status ? 0 : b->g->values[v].width;
+}
 
-static int32_t norm(const build *b, int32_t layer, int32_t x, const weight *w, uint32_t parts, int32_t y) {
+static int32_t norm(const build *b, int32_t layer, int32_t x, const weight *w, uint32_t parts,
+                    int32_t y) {
     graph_node *n = graph_add_node(b->g, OP_NORM, layer);
     n->in[0] = x;
     n->out[0] = y;
@@ -33,7 +38,8 @@ static int32_t norm_new(const build *b, int32_t layer, int32_t x, const weight *
 }
 
 // y[i] = W[i] . x for matrices that read the same x; x is quantised once if any of them needs it.
-static void matmul(const build *b, int32_t layer, int32_t x, const weight *const w[], int32_t y[], uint32_t n_mats) {
+static void matmul(const build *b, int32_t layer, int32_t x, const weight *const w[], int32_t y[],
+                   uint32_t n_mats) {
     int32_t q = GRAPH_NONE;
     bool quantised = false;
     for (uint32_t i = 0; i < n_mats; i++) quantised |= !weight_is_float(w[i]);
@@ -55,7 +61,8 @@ static void matmul(const build *b, int32_t layer, int32_t x, const weight *const
     }
 }
 
-static void in_place(const build *b, op o, int32_t layer, int32_t x, int32_t other, const weight *w) {
+static void in_place(const build *b, op o, int32_t layer, int32_t x, int32_t other,
+                     const weight *w) {
     graph_node *n = graph_add_node(b->g, o, layer);
     n->in[0] = x;
     n->in[1] = other;
@@ -78,7 +85,8 @@ static void qk_norms(const build *b, int32_t i, const layer_weights *w, int32_t 
     if (w->k_norm) norm(b, i, k, w->k_norm, per_head ? b->p->n_head_kv : 1, k);
 }
 
-// q, k and v of a layer; k and v go to the cells, the result is attention's output before its projection.
+// q, k and v of a layer; k and v go to the cells, the result is attention's output before its
+// projection.
 static int32_t attention(const build *b, int32_t i, int32_t x, bool read) {
     const layer_weights *w = &b->m->layers[i];
     const int32_t h = w->attn_norm ? norm_new(b, i, x, w->attn_norm) : x;

@@ -32,7 +32,8 @@ typedef struct dtype_info {
 
 // NULL for a number that is no supported type.
 const dtype_info *dtype_get(uint32_t type);
-// Name of a known but unsupported (or removed) type number for error messages; NULL if unknown altogether.
+// Name of a known but unsupported (or removed) type number for error messages; NULL if unknown
+// altogether.
 const char *dtype_unsupported_name(uint32_t type);
 
 #endif

@@ -1,5 +1,6 @@
-// Owns the pass from tokens to logits: room for all rows first, then batch by batch cells, graph, computing. Invariant: a
-// call that fails leaves whole batches or nothing; a graph is built once per graph_params.
+// Owns the pass from tokens to logits: room for all rows first, then batch by batch cells, graph,
+// computing. Invariant: a call that fails leaves whole batches or nothing; a graph is built once
+// per graph_params.
 #define _POSIX_C_SOURCE 200809L
 #include "engine.h"
 
@@ -15,7 +16,8 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-// Layers with equal windows keep the same positions, so they share one cell store. Group 0 is that of layer 0.
+// Layers with equal windows keep the same positions, so they share one cell store. Group 0 is that
+// of layer 0.
 static int make_groups(mf_engine *e) {
     const model_params *p = &e->m->p;
     e->layer_group = mem_alloc(p->n_layer, sizeof *e->layer_group);
@@ -34,8 +36,8 @@ static int make_groups(mf_engine *e) {
     return MF_OK;
 }
 
-// A sliding arena of n_seq * 2w + n_batch cells never refuses (the live rows of all sequences and a batch fit, with w rows
-// a sequence to take back), and one of n_ctx cells never does either.
+// A sliding arena of n_seq * 2w + n_batch cells never refuses (the live rows of all sequences and a
+// batch fit, with w rows a sequence to take back), and one of n_ctx cells never does either.
 static uint32_t arena_cells(const mf_engine *e, uint32_t window) {
     const uint64_t cells = window ? (uint64_t)e->n_seq * 2 * window + e->n_batch : e->n_ctx;
     return cells < e->n_ctx ? (uint32_t)cells : e->n_ctx;
@@ -46,7 +48,8 @@ static int make_cache(mf_engine *e, uint32_t cells[KV_MAX_GROUPS]) {
     for (uint32_t g = 0; g < e->n_groups; g++) {
         const uint32_t window = e->group_window[g];
         cells[g] = arena_cells(e, window);
-        specs[g] = (kv_group_spec){.kind = window ? KV_SLIDING : KV_FULL, .window = window, .n_cells = cells[g]};
+        specs[g] = (kv_group_spec){
+            .kind = window ? KV_SLIDING : KV_FULL, .window = window, .n_cells = cells[g]};
     }
     return kv_cache_new(&e->kv, specs, e->n_groups, e->n_seq, e->n_batch);
 }
@@ -60,16 +63,31 @@ static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t
     int status = MF_NOMEM;
     if (!freq || !window) goto done;
     backend_config c = {
-        .n_layer = p->n_layer, .n_embd = p->n_embd, .n_vocab = p->n_vocab, .n_head = p->n_head,
-        .n_head_kv = p->n_head_kv, .head_dim = p->head_dim, .n_rot = p->n_rot,
+        .n_layer = p->n_layer,
+        .n_embd = p->n_embd,
+        .n_vocab = p->n_vocab,
+        .n_head = p->n_head,
+        .n_head_kv = p->n_head_kv,
+        .head_dim = p->head_dim,
+        .n_rot = p->n_rot,
         .rope_interleaved = p->arch->flags & ARCH_ROPE_INTERLEAVED,
-        .attn_scale = p->attn_scale, .attn_softcap = p->attn_softcap,
-        .layer_group = e->layer_group, .layer_window = window, .group_cells = cells, .n_groups = e->n_groups,
-        .kv_format = e->kv_format, .n_batch = e->n_batch, .n_ctx = e->n_ctx, .n_threads = o->n_threads, .isa = o->isa,
+        .attn_scale = p->attn_scale,
+        .attn_softcap = p->attn_softcap,
+        .layer_group = e->layer_group,
+        .layer_window = window,
+        .group_cells = cells,
+        .n_groups = e->n_groups,
+        .kv_format = e->kv_format,
+        .n_batch = e->n_batch,
+        .n_ctx = e->n_ctx,
+        .n_threads = o->n_threads,
+        .isa = o->isa,
     };
-    // Phi-3's two sets of factors: the short one holds as long as the cache cannot outgrow the original context.
+    // Phi-3's two sets of factors: the short one holds as long as the cache cannot outgrow the
+    // original context.
     const float *factors = m->rope_freqs;
-    if (m->rope_long && m->rope_short) factors = e->n_ctx > p->rope_orig_ctx ? m->rope_long : m->rope_short;
+    if (m->rope_long && m->rope_short)
+        factors = e->n_ctx > p->rope_orig_ctx ? m->rope_long : m->rope_short;
     for (uint32_t k = 0; k < ROPE_KINDS; k++) {
         rope_frequencies(freq + k * half, &c.rope[k].magnitude, p, k == 1, factors);
         c.rope[k].freq = freq + k * half;
@@ -97,7 +115,8 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     uint32_t cells[KV_MAX_GROUPS];
     int status;
     pthread_mutex_init(&e->lock, NULL);
-    TRY_GOTO(failed, kv_format_resolve(&e->kv_format, o->cache_type, m->dev->name, m->dev->kv_formats));
+    TRY_GOTO(failed,
+             kv_format_resolve(&e->kv_format, o->cache_type, m->dev->name, m->dev->kv_formats));
     TRY_GOTO(failed, make_groups(e));
     TRY_GOTO(failed, make_cache(e, cells));
     TRY_GOTO(failed, batch_new(&e->batch, e->n_batch, u32_min(e->n_seq, e->n_batch), e->n_groups));
@@ -147,7 +166,8 @@ static int get_graph(const graph **out, mf_engine *e) {
         graph_free(g);
         return status;
     }
-    // More params than slots would need odd sizes of everything at once; then the oldest graph is built again one day.
+    // More params than slots would need odd sizes of everything at once; then the oldest graph is
+    // built again one day.
     if (e->n_graphs == ENGINE_MAX_GRAPHS) {
         graph_free(e->graphs[0]);
         memmove(e->graphs, e->graphs + 1, (ENGINE_MAX_GRAPHS - 1) * sizeof *e->graphs);
@@ -225,7 +245,8 @@ int engine_forward(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n
 
 uint64_t engine_bytes_per_token(const mf_engine *e, uint32_t group) {
     // The only format an engine resolves to is f32: one float per element of K and of V.
-    return (uint64_t)e->group_layers[group] * 2 * e->m->p.n_head_kv * e->m->p.head_dim * sizeof(float);
+    return (uint64_t)e->group_layers[group] * 2 * e->m->p.n_head_kv * e->m->p.head_dim *
+           sizeof(float);
 }
 
 void engine_get_stats(const mf_engine *e, mf_stats *out) {

@@ -1,4 +1,5 @@
-// Layer 6: a model with its KV cache, its graphs and its threads. One call at a time; api.c holds the lock.
+// Layer 6: a model with its KV cache, its graphs and its threads. One call at a time; api.c holds
+// the lock.
 #ifndef MF_ENGINE_H
 #define MF_ENGINE_H
 
@@ -19,7 +20,7 @@ struct mf_engine {
     uint32_t n_ctx, n_seq, n_batch;
     uint32_t n_groups;
     uint32_t group_window[KV_MAX_GROUPS], group_layers[KV_MAX_GROUPS];
-    uint32_t *layer_group;                    // [n_layer]
+    uint32_t *layer_group;  // [n_layer]
     char kinds[KV_MAX_GROUPS][KV_KIND_BYTES];
     graph *graphs[ENGINE_MAX_GRAPHS];
     uint32_t n_graphs;

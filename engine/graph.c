@@ -1,6 +1,6 @@
-// Owns the graph's node and value lists and the memory plan. Invariant after graph_plan: two values whose lives overlap in
-// any step do not overlap in the buffer. Lives are counted in steps, not nodes, because the nodes of a step are run
-// side by side by several threads, each on its own rows.
+// Owns the graph's node and value lists and the memory plan. Invariant after graph_plan: two values
+// whose lives overlap in any step do not overlap in the buffer. Lives are counted in steps, not
+// nodes, because the nodes of a step are run side by side by several threads, each on its own rows.
 #include "graph.h"
 
 #include <string.h>
@@ -71,9 +71,12 @@ q8_layout graph_q8_layout(uint32_t width, uint32_t rows) {
 
 size_t graph_value_bytes(value_format format, uint32_t width, uint32_t rows) {
     switch (format) {
-        case VALUE_F32: return align_up((size_t)width * rows * sizeof(float));
-        case VALUE_Q8: return graph_q8_layout(width, rows).bytes;
-        case VALUE_LOGITS: break;
+        case VALUE_F32:
+            return align_up((size_t)width * rows * sizeof(float));
+        case VALUE_Q8:
+            return graph_q8_layout(width, rows).bytes;
+        case VALUE_LOGITS:
+            break;
     }
     return 0;
 }
@@ -83,8 +86,8 @@ static row_set node_rows(const graph *g, const graph_node *node) {
     return g->values[v].rows;
 }
 
-// A node starts a step unless it and the one before it are row-wise over the same rows. Taking rows reads rows of other
-// threads, so it starts one too.
+// A node starts a step unless it and the one before it are row-wise over the same rows. Taking rows
+// reads rows of other threads, so it starts one too.
 static int cut_steps(graph *g) {
     g->steps = mem_alloc(g->n_nodes, sizeof *g->steps);
     if (!g->steps) return MF_NOMEM;
@@ -115,8 +118,9 @@ static void find_lives(graph *g) {
     }
 }
 
-// First fit: the lowest offset at which no value that is alive at the same time lies. Values are placed in order of
-// birth; their number is some hundreds, so the plain quadratic search is the right one.
+// First fit: the lowest offset at which no value that is alive at the same time lies. Values are
+// placed in order of birth; their number is some hundreds, so the plain quadratic search is the
+// right one.
 static void place(graph *g, uint32_t v) {
     graph_value *value = &g->values[v];
     size_t offset = 0;
@@ -124,8 +128,10 @@ static void place(graph *g, uint32_t v) {
         moved = false;
         for (uint32_t u = 0; u < v; u++) {
             const graph_value *other = &g->values[u];
-            const bool alive = other->first_step <= value->last_step && value->first_step <= other->last_step;
-            if (alive && other->offset < offset + value->bytes && offset < other->offset + other->bytes) {
+            const bool alive =
+                other->first_step <= value->last_step && value->first_step <= other->last_step;
+            if (alive && other->offset < offset + value->bytes &&
+                offset < other->offset + other->bytes) {
                 offset = other->offset + other->bytes;
                 moved = true;
             }
@@ -141,7 +147,8 @@ int graph_plan(graph *g) {
     find_lives(g);
     for (uint32_t v = 0; v < g->n_values; v++) {
         graph_value *value = &g->values[v];
-        const uint32_t rows = value->rows == ROWS_TOKENS ? g->params.max_tokens : g->params.max_outputs;
+        const uint32_t rows =
+            value->rows == ROWS_TOKENS ? g->params.max_tokens : g->params.max_outputs;
         value->bytes = graph_value_bytes(value->format, value->width, rows);
         place(g, v);
     }

@@ -1,7 +1,8 @@
 // Layer 4: a computation as a list of nodes over values, and the plan that gives values memory.
 //
-// A graph is built from graph_params and nothing else: no position, no cell, no length of a cache is in it. Equal params
-// therefore mean the same graph, and a graph is built once per params and kept.
+// A graph is built from graph_params and nothing else: no position, no cell, no length of a cache
+// is in it. Equal params therefore mean the same graph, and a graph is built once per params and
+// kept.
 #ifndef MF_GRAPH_H
 #define MF_GRAPH_H
 
@@ -19,30 +20,35 @@ typedef struct graph_params {
 } graph_params;
 
 typedef enum row_set { ROWS_TOKENS, ROWS_OUTPUTS } row_set;
-typedef enum value_format { VALUE_F32, VALUE_Q8, VALUE_LOGITS } value_format;  // LOGITS: f32 in the caller's memory
+typedef enum value_format {
+    VALUE_F32,
+    VALUE_Q8,
+    VALUE_LOGITS
+} value_format;  // LOGITS: f32 in the caller's memory
 
 typedef struct graph_value {
     row_set rows;
     value_format format;
-    uint32_t width;     // elements per row
+    uint32_t width;  // elements per row
     int32_t first_step, last_step;
     size_t offset, bytes;  // in the compute buffer
 } graph_value;
 
 typedef struct graph_node {
     op op;
-    int32_t layer;              // GRAPH_NONE outside layers
-    int32_t in[NODE_MATS];      // values; OP_MATMUL: in[0] f32 and in[1] its int8 form (or GRAPH_NONE)
+    int32_t layer;          // GRAPH_NONE outside layers
+    int32_t in[NODE_MATS];  // values; OP_MATMUL: in[0] f32 and in[1] its int8 form (or GRAPH_NONE)
     int32_t out[NODE_MATS];
     const weight *w[NODE_MATS];
-    uint32_t n_mats;            // OP_MATMUL
-    uint32_t parts;             // OP_NORM, OP_ROPE: heads in a row
-    uint32_t kind;              // OP_GLU: glu_kind; OP_ROPE_TABLE: index of the rope kind
-    float f;                    // OP_EMBED: scale; OP_NORM: eps; OP_SOFTCAP: cap
+    uint32_t n_mats;  // OP_MATMUL
+    uint32_t parts;   // OP_NORM, OP_ROPE: heads in a row
+    uint32_t kind;    // OP_GLU: glu_kind; OP_ROPE_TABLE: index of the rope kind
+    float f;          // OP_EMBED: scale; OP_NORM: eps; OP_SOFTCAP: cap
     int32_t step;
 } graph_node;
 
-typedef struct graph_step {  // nodes [first, last): one node, or neighbours that are row-wise over the same rows
+typedef struct graph_step {  // nodes [first, last): one node, or neighbours that are row-wise over
+                             // the same rows
     uint32_t first, last;
     row_set rows;
 } graph_step;
@@ -55,15 +61,17 @@ typedef struct graph {
     uint32_t n_nodes, n_values, n_steps;
     size_t buffer_bytes;  // of the compute buffer, for params.max_tokens and max_outputs
     uint32_t cap_nodes, cap_values;
-    int status;           // first failure while building; sticky
+    int status;  // first failure while building; sticky
 } graph;
 
 int graph_new(graph **out, const graph_params *params);
 void graph_free(graph *g);
 
-// Building. Failures are kept in g->status and returned by graph_plan, so that builders read like formulas.
+// Building. Failures are kept in g->status and returned by graph_plan, so that builders read like
+// formulas.
 int32_t graph_add_value(graph *g, row_set rows, value_format format, uint32_t width);
-graph_node *graph_add_node(graph *g, op o, int32_t layer);  // never NULL: after a failure a node that is thrown away
+graph_node *graph_add_node(
+    graph *g, op o, int32_t layer);  // never NULL: after a failure a node that is thrown away
 // Cuts the nodes into steps, finds how long each value lives and lays the values out in one buffer.
 int graph_plan(graph *g);
 

@@ -1,5 +1,6 @@
-// Owns the translation of a file's hyperparameters into model_params. Refuses every value that the code below could not
-// take without checking again: after this nothing divides by zero, overflows or indexes by a number from the file.
+// Owns the translation of a file's hyperparameters into model_params. Refuses every value that the
+// code below could not take without checking again: after this nothing divides by zero, overflows
+// or indexes by a number from the file.
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -23,12 +24,15 @@ static int read_u32(uint32_t *out, reader *r, const char *suffix, uint32_t min, 
     return gguf_u32_required(out, r->file, key_of(r, suffix), min, max);
 }
 
-static int read_f32(float *out, reader *r, const char *suffix, float fallback, float min, float max) {
+static int read_f32(float *out, reader *r, const char *suffix, float fallback, float min,
+                    float max) {
     return gguf_f32(out, r->file, key_of(r, suffix), fallback, min, max);
 }
 
-// head_count and head_count_kv may be one number or one per layer; layers that differ are not built.
-static int read_heads(uint32_t *out, reader *r, const char *suffix, uint32_t fallback, uint32_t n_layer) {
+// head_count and head_count_kv may be one number or one per layer; layers that differ are not
+// built.
+static int read_heads(uint32_t *out, reader *r, const char *suffix, uint32_t fallback,
+                      uint32_t n_layer) {
     const char *key = key_of(r, suffix);
     uint64_t index;
     mf_kv_info info;
@@ -45,10 +49,13 @@ static int read_heads(uint32_t *out, reader *r, const char *suffix, uint32_t fal
         int64_t v;
         TRY(mf_gguf_ints(&v, r->file, index, i, 1));
         if (v < 1 || v > 4096)
-            return fail(MF_FORMAT, "%s: %s is %lld; 1 to 4096 is possible", gguf_path(r->file), key, (long long)v);
+            return fail(MF_FORMAT, "%s: %s is %lld; 1 to 4096 is possible", gguf_path(r->file), key,
+                        (long long)v);
         if (i && (uint32_t)v != *out)
-            return fail(MF_UNSUPPORTED, "%s: %s differs between layers (%u and %lld), which this build does not run",
-                        gguf_path(r->file), key, *out, (long long)v);
+            return fail(
+                MF_UNSUPPORTED,
+                "%s: %s differs between layers (%u and %lld), which this build does not run",
+                gguf_path(r->file), key, *out, (long long)v);
         *out = (uint32_t)v;
     }
     return MF_OK;
@@ -69,12 +76,15 @@ static int read_sizes(model_params *p, reader *r) {
     TRY(gguf_u32(&p->head_dim, r->file, key_of(r, "attention.key_length"), derived, 0, UINT32_MAX));
     TRY(gguf_u32(&v_dim, r->file, key_of(r, "attention.value_length"), p->head_dim, 0, UINT32_MAX));
     if (v_dim != p->head_dim)
-        return fail(MF_UNSUPPORTED, "%s: attention.key_length %u and value_length %u differ, which this build does not run",
-                    gguf_path(r->file), p->head_dim, v_dim);
+        return fail(
+            MF_UNSUPPORTED,
+            "%s: attention.key_length %u and value_length %u differ, which this build does not run",
+            gguf_path(r->file), p->head_dim, v_dim);
     if (!p->head_dim || p->head_dim % 2 || p->head_dim > 1024)
         return fail(MF_FORMAT, "%s: head dimension %u; an even number up to 1024 is possible",
                     gguf_path(r->file), p->head_dim);
-    TRY(gguf_u32(&p->n_rot, r->file, key_of(r, "rope.dimension_count"), p->head_dim, 2, p->head_dim));
+    TRY(gguf_u32(&p->n_rot, r->file, key_of(r, "rope.dimension_count"), p->head_dim, 2,
+                 p->head_dim));
     if (p->n_rot % 2)
         return fail(MF_FORMAT, "%s: rope.dimension_count %u is odd", gguf_path(r->file), p->n_rot);
     return MF_OK;
@@ -90,11 +100,13 @@ static int read_window(model_params *p, reader *r) {
     if (!mf_gguf_find(&index, r->file, key)) {
         TRY(mf_gguf_kv(&info, r->file, index));
         if (info.is_array)
-            return fail(MF_UNSUPPORTED, "%s: %s is a list of layers; this build runs one period for all",
+            return fail(MF_UNSUPPORTED,
+                        "%s: %s is a list of layers; this build runs one period for all",
                         gguf_path(r->file), key);
         TRY(gguf_u32(&p->window_pattern, r->file, key, 0, 1, 1024));
     }
-    // A window that covers the whole context is no window: such layers share the cells of the full ones.
+    // A window that covers the whole context is no window: such layers share the cells of the full
+    // ones.
     if (p->window >= p->n_ctx_train) p->window = 0;
     return MF_OK;
 }
@@ -112,7 +124,8 @@ static int read_scaling_type(model_params *p, reader *r) {
             return MF_OK;
         }
     }
-    return fail(MF_UNSUPPORTED, "%s: %s is \"%.*s\"; this build runs none, linear, yarn and longrope",
+    return fail(MF_UNSUPPORTED,
+                "%s: %s is \"%.*s\"; this build runs none, linear, yarn and longrope",
                 gguf_path(r->file), r->key, (int)(len < 40 ? len : 40), text);
 }
 
@@ -120,7 +133,8 @@ static int read_rope(model_params *p, reader *r) {
     TRY(read_f32(&p->rope_base, r, "rope.freq_base", 10000.0f, 1.0f, 1e12f));
     p->rope_base_local = p->rope_base;
     if (p->arch->local_rope_base > 0)
-        TRY(read_f32(&p->rope_base_local, r, "rope.freq_base_swa", p->arch->local_rope_base, 1.0f, 1e12f));
+        TRY(read_f32(&p->rope_base_local, r, "rope.freq_base_swa", p->arch->local_rope_base, 1.0f,
+                     1e12f));
     TRY(read_scaling_type(p, r));
     TRY(read_f32(&p->rope_factor, r, "rope.scaling.factor", 1.0f, 1e-3f, 1e6f));
     TRY(read_f32(&p->rope_attn_factor, r, "rope.scaling.attn_factor", 1.0f, 1e-3f, 1e3f));
@@ -132,11 +146,14 @@ static int read_rope(model_params *p, reader *r) {
 
 static int read_scales(model_params *p, reader *r) {
     const arch_traits *a = p->arch;
-    TRY(gguf_f32_required(&p->norm_eps, r->file, key_of(r, "attention.layer_norm_rms_epsilon"), 0.0f, 1.0f));
+    TRY(gguf_f32_required(&p->norm_eps, r->file, key_of(r, "attention.layer_norm_rms_epsilon"),
+                          0.0f, 1.0f));
     p->embed_scale = a->flags & ARCH_EMBED_SCALE ? sqrtf((float)p->n_embd) : 1.0f;
     // Gemma's largest sizes scale by the width per head, which differs from head_dim only there.
     const uint32_t width = p->n_layer == a->big_n_layer ? p->n_embd / p->n_head : p->head_dim;
-    if (!width) return fail(MF_FORMAT, "%s: embedding_length %u is below head_count %u", gguf_path(r->file), p->n_embd, p->n_head);
+    if (!width)
+        return fail(MF_FORMAT, "%s: embedding_length %u is below head_count %u", gguf_path(r->file),
+                    p->n_embd, p->n_head);
     p->attn_scale = 1.0f / sqrtf((float)width);
     if (a->flags & ARCH_SOFTCAPS) {
         TRY(read_f32(&p->attn_softcap, r, "attn_logit_softcapping", 50.0f, 0.0f, 1e6f));
@@ -163,7 +180,9 @@ int model_params_read(model_params *out, const mf_gguf *file) {
     if (!mf_gguf_find(&moe, file, key_of(&r, "expert_count"))) {
         uint32_t n;
         TRY(gguf_u32(&n, file, r.key, 0, 0, UINT32_MAX));
-        if (n) return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs dense models only", gguf_path(file), r.key, n);
+        if (n)
+            return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs dense models only",
+                        gguf_path(file), r.key, n);
     }
     *out = p;
     return MF_OK;
@@ -171,6 +190,7 @@ int model_params_read(model_params *out, const mf_gguf *file) {
 
 uint32_t model_layer_window(const model_params *p, uint32_t layer) {
     if (!p->window) return 0;
-    const bool sees_all = p->window_pattern > 1 && layer % p->window_pattern == p->window_pattern - 1;
+    const bool sees_all =
+        p->window_pattern > 1 && layer % p->window_pattern == p->window_pattern - 1;
     return sees_all ? 0 : p->window;
 }

@@ -1,5 +1,5 @@
-// Owns the names of KV formats and the rule that resolves one per load. Refuses what it does not know: a format is never
-// guessed, because a wrong guess is silent garbage.
+// Owns the names of KV formats and the rule that resolves one per load. Refuses what it does not
+// know: a format is never guessed, because a wrong guess is silent garbage.
 #include "kvformat.h"
 
 #include <stdio.h>

@@ -7,14 +7,17 @@
 typedef enum kv_format { KV_FORMAT_F32, KV_FORMAT_F16, KV_FORMAT_Q8_0, KV_FORMAT_COUNT } kv_format;
 
 const char *kv_format_name(kv_format format);  // "f32"
-// Strict: exactly one of the names; anything else is MF_ARG listing them. `origin` says where the text came from.
+// Strict: exactly one of the names; anything else is MF_ARG listing them. `origin` says where the
+// text came from.
 int kv_format_parse(kv_format *out, const char *text, const char *origin);
-// The format an engine uses, decided once: `requested` if not NULL or "auto", else MINFER_CACHE_TYPE if set, else the
-// device's own choice, which on the CPU is f32. `readable`: bit set of the formats the device's attention reads.
+// The format an engine uses, decided once: `requested` if not NULL or "auto", else
+// MINFER_CACHE_TYPE if set, else the device's own choice, which on the CPU is f32. `readable`: bit
+// set of the formats the device's attention reads.
 int kv_format_resolve(kv_format *out, const char *requested, const char *device, uint32_t readable);
 
 enum { KV_KIND_BYTES = 64 };
 // "full/f32/kv1x256" or "sliding-512/f32/kv1x256"; window 0: full.
-void kv_kind_format(char out[KV_KIND_BYTES], uint32_t window, kv_format format, uint32_t n_head_kv, uint32_t head_dim);
+void kv_kind_format(char out[KV_KIND_BYTES], uint32_t window, kv_format format, uint32_t n_head_kv,
+                    uint32_t head_dim);
 
 #endif

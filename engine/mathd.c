@@ -1,6 +1,7 @@
-// Elementary functions by argument reduction and Taylor series long enough that the first term left out is below half a
-// unit in the last place. Refuses nothing: arguments outside a domain give NaN. Invariant: the same bits on every machine
-// that has IEEE doubles, which also asks for -ffp-contract=off.
+// Elementary functions by argument reduction and Taylor series long enough that the first term left
+// out is below half a unit in the last place. Refuses nothing: arguments outside a domain give NaN.
+// Invariant: the same bits on every machine that has IEEE doubles, which also asks for
+// -ffp-contract=off.
 #include <string.h>
 
 #include "mathd.h"
@@ -28,11 +29,13 @@ static double nearest(double x) {
     return (x + magic) - magic;
 }
 
-// pi/2 = PI2_A + PI2_B + PI2_C; the first two have 26 bits, so that n * PI2_A is exact for |n| < 2^27.
+// pi/2 = PI2_A + PI2_B + PI2_C; the first two have 26 bits, so that n * PI2_A is exact for |n| <
+// 2^27.
 static const double PI2_A = 0x1.921fb5p+0, PI2_B = 0x1.110b46p-26, PI2_C = 0x1.1a62633145c07p-54;
 static const double TWO_BY_PI = 0x1.45f306dc9c883p-1;
 // ln 2 = LN2_A + LN2_B; LN2_A has 32 bits.
-static const double LN2_A = 0x1.62e42feep-1, LN2_B = 0x1.a39ef35793c76p-33, LOG2E = 0x1.71547652b82fep+0;
+static const double LN2_A = 0x1.62e42feep-1, LN2_B = 0x1.a39ef35793c76p-33,
+                    LOG2E = 0x1.71547652b82fep+0;
 
 // sin(x + low) and cos(x + low) for |x| < 0.8, |low| < 2^-53.
 static void sincos_small(double *s, double *c, double x, double low) {
@@ -63,7 +66,8 @@ void math_sincos(double *s, double *c, double x) {
         return;
     }
     const double n = nearest(x * TWO_BY_PI);
-    // a is exact; a - b and its rounding error are kept as a pair, because a may have cancelled to almost nothing.
+    // a is exact; a - b and its rounding error are kept as a pair, because a may have cancelled to
+    // almost nothing.
     const double a = x - n * PI2_A, b = n * PI2_B, d = a - b;
     const double back = d - a, error = (a - (d - back)) - (b + back);
     const double rest = error - n * PI2_C;

@@ -14,7 +14,8 @@
 // own history. Cells, chunks, batch mates, threads and instruction sets do not change one bit.
 //
 // Threads. An mf_gguf and an mf_model may be read by many threads. Calls on one mf_engine from
-// several threads are run one after the other; mf_engine_cancel is the exception and returns at once.
+// several threads are run one after the other; mf_engine_cancel is the exception and returns at
+// once.
 #ifndef MINFER_H
 #define MINFER_H
 
@@ -73,7 +74,7 @@ typedef enum mf_gguf_type {  // the value types of the file format
 } mf_gguf_type;
 
 typedef struct mf_kv_info {
-    const char *key;   // [key_len], UTF-8, NOT zero-terminated
+    const char *key;  // [key_len], UTF-8, NOT zero-terminated
     size_t key_len;
     int32_t type;      // mf_gguf_type of a scalar or of the elements of an array
     int32_t is_array;  // 0 or 1
@@ -124,13 +125,13 @@ typedef struct mf_model_options {
 
 typedef struct mf_model_info {
     size_t size;
-    const char *arch;        // "gemma3"
+    const char *arch;  // "gemma3"
     uint32_t n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff;
     uint32_t n_vocab;
     uint32_t n_ctx_train;
-    uint32_t n_groups;       // KV groups
+    uint32_t n_groups;  // KV groups
     uint64_t n_params;
-    uint64_t weight_bytes;   // packed, in memory
+    uint64_t weight_bytes;  // packed, in memory
 } mf_model_info;
 
 // Packs the weights for `device`. After it the file is no longer read, except its metadata.
@@ -142,8 +143,9 @@ int mf_model_get_info(mf_model_info *out, const mf_model *model);
 
 typedef struct mf_engine_options {
     size_t size;
-    uint32_t n_ctx;          // cells of a full group, shared by all sequences; 0: 4096 or less if the model says so
-    uint32_t n_seq;          // sequences 0..n_seq-1; 0: 1
+    uint32_t n_ctx;  // cells of a full group, shared by all sequences; 0: 4096 or less if the model
+                     // says so
+    uint32_t n_seq;  // sequences 0..n_seq-1; 0: 1
     uint32_t n_batch;        // most tokens per pass over the weights; 0: 512
     uint32_t n_threads;      // 0: one per available core
     const char *isa;         // NULL: MINFER_ISA, else the best present
@@ -156,19 +158,21 @@ void mf_engine_free(mf_engine *engine);
 typedef enum mf_logits { MF_LOGITS_NONE = 0, MF_LOGITS_LAST = 1, MF_LOGITS_ALL = 2 } mf_logits;
 
 typedef struct mf_chunk {
-    int32_t seq;             // a sequence occurs at most once in a call
-    int32_t logits;          // mf_logits
-    const int32_t *tokens;   // [n_tokens], each in [0, n_vocab)
-    size_t n_tokens;         // at least 1
+    int32_t seq;            // a sequence occurs at most once in a call
+    int32_t logits;         // mf_logits
+    const int32_t *tokens;  // [n_tokens], each in [0, n_vocab)
+    size_t n_tokens;        // at least 1
 } mf_chunk;
 
 // Appends the chunks to their sequences. `logits` [rows][n_vocab] receives the wanted rows, chunk
-// after chunk; `n_floats` must be exactly rows * n_vocab (logits may be NULL if 0). Calls of more than n_batch tokens are
-// cut into batches; room for all rows is checked first, and a failing batch leaves the earlier ones.
+// after chunk; `n_floats` must be exactly rows * n_vocab (logits may be NULL if 0). Calls of more
+// than n_batch tokens are cut into batches; room for all rows is checked first, and a failing batch
+// leaves the earlier ones.
 int mf_engine_forward(float *logits, size_t n_floats, mf_engine *engine, const mf_chunk *chunks,
                       size_t n_chunks);
 
-// Makes the running forward return MF_CANCELLED soon; without one, does nothing. Any thread, also a signal handler.
+// Makes the running forward return MF_CANCELLED soon; without one, does nothing. Any thread, also a
+// signal handler.
 void mf_engine_cancel(mf_engine *engine);
 
 typedef struct mf_stats {
@@ -196,16 +200,17 @@ typedef struct mf_kv_span {
 
 typedef struct mf_kv_group {
     size_t size;
-    const char *kind;           // "sliding-512/f32/kv1x256"
+    const char *kind;  // "sliding-512/f32/kv1x256"
     uint32_t n_layers;
-    uint32_t n_cells;           // of the arena
-    uint32_t n_used;            // cells that hold a row
-    uint64_t bytes_per_token;   // of all layers of the group
+    uint32_t n_cells;          // of the arena
+    uint32_t n_used;           // cells that hold a row
+    uint64_t bytes_per_token;  // of all layers of the group
 } mf_kv_group;
 
 int mf_kv_len(uint32_t *rows, mf_engine *engine, int32_t seq);
 int mf_kv_next_pos(uint32_t *pos, mf_engine *engine, int32_t seq);
-// Drops the last n rows in all groups, or in none (MF_KV_GONE: a window has dropped rows that the shorter sequence needs).
+// Drops the last n rows in all groups, or in none (MF_KV_GONE: a window has dropped rows that the
+// shorter sequence needs).
 int mf_kv_trim(mf_engine *engine, int32_t seq, uint32_t n);
 // The largest n such that every trim of at most n rows is accepted now.
 int mf_kv_max_trim(uint32_t *n, mf_engine *engine, int32_t seq);
@@ -213,8 +218,8 @@ int mf_kv_free(mf_engine *engine, int32_t seq);
 int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group);
 // Group of a layer.
 int mf_kv_layer_group(uint32_t *group, mf_engine *engine, uint32_t layer);
-// Spans of a sequence in a group, in position order. *n is their number; with spans == NULL only that, otherwise
-// `capacity` must be at least *n.
+// Spans of a sequence in a group, in position order. *n is their number; with spans == NULL only
+// that, otherwise `capacity` must be at least *n.
 int mf_kv_spans(size_t *n, mf_kv_span *spans, size_t capacity, mf_engine *engine, int32_t seq,
                 uint32_t group);
 // Walks every invariant; MF_INTERNAL names the broken one.
@@ -230,7 +235,7 @@ typedef struct mf_sampling {
     float min_p;           // 0: off
     float repeat_penalty;  // 0 or 1: off
     uint64_t seed;
-    uint64_t choice;       // tells apart several answers to one prompt
+    uint64_t choice;  // tells apart several answers to one prompt
 } mf_sampling;
 
 // Picks a token. The random number is a pure function of (seed, choice, position), so the same

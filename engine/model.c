@@ -1,6 +1,7 @@
-// Owns a model's weights: which tensors an architecture needs, their shapes, and the loading of each onto the device.
-// Refuses a file with a tensor missing, of another shape, or that the architecture would leave unread: a tensor that nothing
-// reads means a variant this build would run wrongly without a sign.
+// Owns a model's weights: which tensors an architecture needs, their shapes, and the loading of
+// each onto the device. Refuses a file with a tensor missing, of another shape, or that the
+// architecture would leave unread: a tensor that nothing reads means a variant this build would run
+// wrongly without a sign.
 #include "model.h"
 
 #include <stdio.h>
@@ -27,7 +28,8 @@ typedef struct tensor_rule {
 static const tensor_rule layer_rules[] = {
     {"attn_norm.weight", FIELD(attn_norm), D_EMBD, D_NONE, ARCH_PRE_NORM, 0, REQUIRED},
     {"ffn_norm.weight", FIELD(ffn_norm), D_EMBD, D_NONE, ARCH_PRE_NORM, 0, REQUIRED},
-    {"post_attention_norm.weight", FIELD(attn_post_norm), D_EMBD, D_NONE, ARCH_POST_NORM, 0, REQUIRED},
+    {"post_attention_norm.weight", FIELD(attn_post_norm), D_EMBD, D_NONE, ARCH_POST_NORM, 0,
+     REQUIRED},
     {"post_ffw_norm.weight", FIELD(ffn_post_norm), D_EMBD, D_NONE, ARCH_POST_NORM, 0, REQUIRED},
     {"attn_q_norm.weight", FIELD(q_norm), D_HEAD, D_NONE, ARCH_QK_NORM_HEAD, 0, REQUIRED},
     {"attn_k_norm.weight", FIELD(k_norm), D_HEAD, D_NONE, ARCH_QK_NORM_HEAD, 0, REQUIRED},
@@ -61,23 +63,32 @@ typedef struct loader {
 static uint64_t size_of(const mf_model *m, dim d) {
     const model_params *p = &m->p;
     switch (d) {
-        case D_NONE: return 1;
-        case D_EMBD: return p->n_embd;
-        case D_Q: return (uint64_t)p->n_head * p->head_dim;
-        case D_KV: return (uint64_t)p->n_head_kv * p->head_dim;
-        case D_HEAD: return p->head_dim;
-        case D_FF: return p->n_ff;
-        case D_VOCAB: return p->n_vocab;
+        case D_NONE:
+            return 1;
+        case D_EMBD:
+            return p->n_embd;
+        case D_Q:
+            return (uint64_t)p->n_head * p->head_dim;
+        case D_KV:
+            return (uint64_t)p->n_head_kv * p->head_dim;
+        case D_HEAD:
+            return p->head_dim;
+        case D_FF:
+            return p->n_ff;
+        case D_VOCAB:
+            return p->n_vocab;
     }
     return 0;
 }
 
 static int check_shape(const mf_model *m, const gguf_tensor *t, uint64_t cols, uint64_t rows) {
-    if (t->dims[0] == cols && t->dims[1] == rows && t->dims[2] == 1 && t->dims[3] == 1) return MF_OK;
-    return fail(MF_FORMAT, "%s: tensor %.*s is [%llu, %llu, %llu, %llu]; %s needs [%llu, %llu]", gguf_path(m->file),
-                (int)t->name_len, t->name, (unsigned long long)t->dims[0], (unsigned long long)t->dims[1],
-                (unsigned long long)t->dims[2], (unsigned long long)t->dims[3], m->p.arch->name,
-                (unsigned long long)cols, (unsigned long long)rows);
+    if (t->dims[0] == cols && t->dims[1] == rows && t->dims[2] == 1 && t->dims[3] == 1)
+        return MF_OK;
+    return fail(MF_FORMAT, "%s: tensor %.*s is [%llu, %llu, %llu, %llu]; %s needs [%llu, %llu]",
+                gguf_path(m->file), (int)t->name_len, t->name, (unsigned long long)t->dims[0],
+                (unsigned long long)t->dims[1], (unsigned long long)t->dims[2],
+                (unsigned long long)t->dims[3], m->p.arch->name, (unsigned long long)cols,
+                (unsigned long long)rows);
 }
 
 static int keep(loader *l, weight *w) {
@@ -98,8 +109,10 @@ static int keep(loader *l, weight *w) {
     return MF_OK;
 }
 
-// Loads rows [row0, row0 + rows) of a matrix, or a vector (rows 0). The device's own form is all that is kept.
-static int load_part(const weight **out, loader *l, const gguf_tensor *t, uint64_t row0, uint64_t rows) {
+// Loads rows [row0, row0 + rows) of a matrix, or a vector (rows 0). The device's own form is all
+// that is kept.
+static int load_part(const weight **out, loader *l, const gguf_tensor *t, uint64_t row0,
+                     uint64_t rows) {
     weight *w;
     if (rows) {
         gguf_tensor part = *t;
@@ -121,7 +134,8 @@ static int find(const gguf_tensor **out, loader *l, const char *name, need n) {
     *out = gguf_find_tensor(l->m->file, name);
     if (*out) l->n_read++;
     if (*out || n == OPTIONAL) return MF_OK;
-    return fail(MF_FORMAT, "%s: tensor %s is missing, which %s needs", gguf_path(l->m->file), name, l->m->p.arch->name);
+    return fail(MF_FORMAT, "%s: tensor %s is missing, which %s needs", gguf_path(l->m->file), name,
+                l->m->p.arch->name);
 }
 
 static int load(const weight **out, loader *l, const char *name, dim cols, dim rows, need n) {
@@ -135,7 +149,8 @@ static int load(const weight **out, loader *l, const char *name, dim cols, dim r
 }
 
 // A matrix that holds several, row after row.
-static int load_fused(loader *l, const char *name, const weight **parts[], const dim dims[], int n) {
+static int load_fused(loader *l, const char *name, const weight **parts[], const dim dims[],
+                      int n) {
     const gguf_tensor *t;
     uint64_t rows = 0, row0 = 0;
     TRY(find(&t, l, name, REQUIRED));
@@ -157,11 +172,13 @@ static int load_layer(loader *l, uint32_t i) {
         const tensor_rule *rule = &layer_rules[r];
         if ((rule->flags && !(rule->flags & flags)) || (rule->without & flags)) continue;
         snprintf(name, sizeof name, "blk.%u.%s", i, rule->name);
-        TRY(load((const weight **)((char *)w + rule->field), l, name, rule->cols, rule->rows, rule->need));
+        TRY(load((const weight **)((char *)w + rule->field), l, name, rule->cols, rule->rows,
+                 rule->need));
     }
     if (!(flags & ARCH_FUSED_QKV)) return MF_OK;
     snprintf(name, sizeof name, "blk.%u.attn_qkv.weight", i);
-    TRY(load_fused(l, name, (const weight **[]){&w->q, &w->k, &w->v}, (const dim[]){D_Q, D_KV, D_KV}, 3));
+    TRY(load_fused(l, name, (const weight **[]){&w->q, &w->k, &w->v},
+                   (const dim[]){D_Q, D_KV, D_KV}, 3));
     snprintf(name, sizeof name, "blk.%u.ffn_up.weight", i);
     return load_fused(l, name, (const weight **[]){&w->gate, &w->up}, (const dim[]){D_FF, D_FF}, 2);
 }
@@ -174,14 +191,16 @@ static int load_factors(float **out, loader *l, const char *name) {
     if (!t) return MF_OK;
     TRY(check_shape(l->m, t, n, 1));
     if (t->type != DTYPE_F32)
-        return fail(MF_UNSUPPORTED, "%s: tensor %s is %s; it must be F32", gguf_path(l->m->file), name, dtype_get(t->type)->name);
+        return fail(MF_UNSUPPORTED, "%s: tensor %s is %s; it must be F32", gguf_path(l->m->file),
+                    name, dtype_get(t->type)->name);
     *out = mem_alloc(n, sizeof **out);
     if (!*out) return MF_NOMEM;
     memcpy(*out, t->data, n * sizeof **out);
     for (uint32_t i = 0; i < n; i++) {
         const float f = (*out)[i];
         if (!(f > 1e-6f && f < 1e6f))
-            return fail(MF_FORMAT, "%s: %s[%u] is %g; 1e-6 to 1e6 is possible", gguf_path(l->m->file), name, i, (double)f);
+            return fail(MF_FORMAT, "%s: %s[%u] is %g; 1e-6 to 1e6 is possible",
+                        gguf_path(l->m->file), name, i, (double)f);
     }
     return MF_OK;
 }
@@ -191,16 +210,17 @@ static int read_vocab(mf_model *m) {
     const gguf_tensor *t = gguf_find_tensor(m->file, "token_embd.weight");
     if (!t) return fail(MF_FORMAT, "%s: tensor token_embd.weight is missing", gguf_path(m->file));
     if (t->dims[1] > INT32_MAX)
-        return fail(MF_LIMIT, "%s: token_embd.weight has %llu rows; at most 2^31 - 1 are possible", gguf_path(m->file),
-                    (unsigned long long)t->dims[1]);
+        return fail(MF_LIMIT, "%s: token_embd.weight has %llu rows; at most 2^31 - 1 are possible",
+                    gguf_path(m->file), (unsigned long long)t->dims[1]);
     m->p.n_vocab = (uint32_t)t->dims[1];
     uint64_t index;
     mf_kv_info info;
     if (mf_gguf_find(&index, m->file, "tokenizer.ggml.tokens")) return MF_OK;
     TRY(mf_gguf_kv(&info, m->file, index));
     if (info.n != m->p.n_vocab)
-        return fail(MF_FORMAT, "%s: tokenizer.ggml.tokens has %llu entries, token_embd.weight %u rows", gguf_path(m->file),
-                    (unsigned long long)info.n, m->p.n_vocab);
+        return fail(MF_FORMAT,
+                    "%s: tokenizer.ggml.tokens has %llu entries, token_embd.weight %u rows",
+                    gguf_path(m->file), (unsigned long long)info.n, m->p.n_vocab);
     return MF_OK;
 }
 
@@ -220,8 +240,9 @@ static int load_all(loader *l) {
 }
 
 static bool is_read(const mf_model *m, const gguf_tensor *t) {
-    static const char *const outside[] = {"output_norm.weight", "token_embd.weight", "output.weight", "rope_freqs.weight",
-                                          "rope_factors_long.weight", "rope_factors_short.weight"};
+    static const char *const outside[] = {
+        "output_norm.weight", "token_embd.weight",        "output.weight",
+        "rope_freqs.weight",  "rope_factors_long.weight", "rope_factors_short.weight"};
     char name[65];
     snprintf(name, sizeof name, "%.*s", (int)t->name_len, t->name);
     for (size_t i = 0; i < sizeof outside / sizeof *outside; i++)
@@ -232,10 +253,12 @@ static bool is_read(const mf_model *m, const gguf_tensor *t) {
     const uint32_t flags = m->p.arch->flags;
     for (size_t r = 0; r < sizeof layer_rules / sizeof *layer_rules; r++) {
         const tensor_rule *rule = &layer_rules[r];
-        if ((!rule->flags || (rule->flags & flags)) && !(rule->without & flags) && !strcmp(name + at, rule->name))
+        if ((!rule->flags || (rule->flags & flags)) && !(rule->without & flags) &&
+            !strcmp(name + at, rule->name))
             return true;
     }
-    return (flags & ARCH_FUSED_QKV) && (!strcmp(name + at, "attn_qkv.weight") || !strcmp(name + at, "ffn_up.weight"));
+    return (flags & ARCH_FUSED_QKV) &&
+           (!strcmp(name + at, "attn_qkv.weight") || !strcmp(name + at, "ffn_up.weight"));
 }
 
 static int refuse_unread(const loader *l) {
@@ -244,8 +267,8 @@ static int refuse_unread(const loader *l) {
     for (uint64_t i = 0; i < mf_gguf_n_tensors(m->file); i++) {
         const gguf_tensor *t = gguf_tensor_at(m->file, i);
         if (!is_read(m, t))
-            return fail(MF_UNSUPPORTED, "%s: tensor %.*s is no part of %s as this build knows it", gguf_path(m->file),
-                        (int)t->name_len, t->name, m->p.arch->name);
+            return fail(MF_UNSUPPORTED, "%s: tensor %.*s is no part of %s as this build knows it",
+                        gguf_path(m->file), (int)t->name_len, t->name, m->p.arch->name);
     }
     return MF_OK;
 }
@@ -253,8 +276,9 @@ static int refuse_unread(const loader *l) {
 static int check_device(const mf_model *m) {
     const device *d = m->dev;
     if (m->p.head_dim % d->head_dim_step == 0 && m->p.head_dim <= d->head_dim_max) return MF_OK;
-    return fail(MF_UNSUPPORTED, "%s: head dimension %u; the %s device runs multiples of %u up to %u", gguf_path(m->file),
-                m->p.head_dim, d->name, d->head_dim_step, d->head_dim_max);
+    return fail(MF_UNSUPPORTED,
+                "%s: head dimension %u; the %s device runs multiples of %u up to %u",
+                gguf_path(m->file), m->p.head_dim, d->name, d->head_dim_step, d->head_dim_max);
 }
 
 int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
@@ -271,7 +295,8 @@ int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
     TRY_GOTO(failed, model_params_read(&m->p, file));
     TRY_GOTO(failed, check_device(m));
     TRY_GOTO(failed, read_vocab(m));
-    TRY_GOTO(failed, pool_new(&l.threads, options->n_threads ? options->n_threads : pool_default_threads()));
+    TRY_GOTO(failed, pool_new(&l.threads,
+                              options->n_threads ? options->n_threads : pool_default_threads()));
     TRY_GOTO(failed, load_all(&l));
     TRY_GOTO(failed, refuse_unread(&l));
     pool_free(l.threads);

@@ -1,4 +1,5 @@
-// Layer 6: a loaded model: hyperparameters and weights on a device. Immutable and shared by counting.
+// Layer 6: a loaded model: hyperparameters and weights on a device. Immutable and shared by
+// counting.
 #ifndef MF_MODEL_H
 #define MF_MODEL_H
 
@@ -8,7 +9,7 @@
 typedef struct model_params {
     const arch_traits *arch;
     uint32_t n_layer, n_embd, n_head, n_head_kv, head_dim, n_ff, n_vocab, n_ctx_train, n_rot;
-    uint32_t window;            // 0: no windowed layer
+    uint32_t window;  // 0: no windowed layer
     uint32_t window_pattern;
     float norm_eps, embed_scale, attn_scale, attn_softcap, final_softcap;
     float rope_base, rope_base_local;
@@ -48,7 +49,9 @@ uint32_t model_layer_window(const model_params *p, uint32_t layer);
 // hparams.c: reads and validates the hyperparameters; names file, key and value of what is wrong.
 int model_params_read(model_params *out, const mf_gguf *file);
 
-// rope.c: frequencies of one rope kind, freq [n_rot/2], and the factor on cos and sin. `factors` [n_rot/2] or NULL.
-void rope_frequencies(double *freq, float *magnitude, const model_params *p, bool local, const float *factors);
+// rope.c: frequencies of one rope kind, freq [n_rot/2], and the factor on cos and sin. `factors`
+// [n_rot/2] or NULL.
+void rope_frequencies(double *freq, float *magnitude, const model_params *p, bool local,
+                      const float *factors);
 
 #endif

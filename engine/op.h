@@ -1,4 +1,5 @@
-// Layer 4: the operations a graph is made of. Rows are tokens of the batch, or the tokens whose logits are wanted.
+// Layer 4: the operations a graph is made of. Rows are tokens of the batch, or the tokens whose
+// logits are wanted.
 #ifndef MF_OP_H
 #define MF_OP_H
 
@@ -23,8 +24,8 @@ typedef enum op {
 
 typedef enum glu_kind { GLU_SILU, GLU_GELU_TANH } glu_kind;
 
-// A row-wise operation reads and writes row r of its values only, so neighbours in the graph can be run on the same few
-// rows one after the other, by one thread.
+// A row-wise operation reads and writes row r of its values only, so neighbours in the graph can be
+// run on the same few rows one after the other, by one thread.
 static inline bool op_is_rowwise(op o) { return o != OP_MATMUL && o != OP_ATTN; }
 
 #endif

@@ -1,9 +1,11 @@
-// Layer 1: the quantised tensor types, as the file stores them: one block of any type to integer codes and scales.
+// Layer 1: the quantised tensor types, as the file stores them: one block of any type to integer
+// codes and scales.
 //
 // Every type is one form. Element i of a block, in column order, is
 //     d * sub * q - min * sub_min      with  q = code - bias,  or  q = codebook[code]
-// where d and min belong to the block, the small integers sub and sub_min to 16 or 32 columns of it (1 and 1 for types
-// without), and min is 0 for types without minima. Q4_1 and Q5_1 add their minimum: their `min` is its negative.
+// where d and min belong to the block, the small integers sub and sub_min to 16 or 32 columns of it
+// (1 and 1 for types without), and min is 0 for types without minima. Q4_1 and Q5_1 add their
+// minimum: their `min` is its negative.
 #ifndef MF_QUANT_H
 #define MF_QUANT_H
 
@@ -14,13 +16,13 @@ enum { QUANT_BLOCK_MAX = 256, QUANT_SUBS_MAX = 16 };
 typedef enum quant_codebook { CODEBOOK_NONE, CODEBOOK_IQ4, CODEBOOK_MXFP4 } quant_codebook;
 
 typedef struct quant_traits {
-    uint8_t low_bits;   // a code is low_bits + high_bits wide; both 0: not a quantised type
+    uint8_t low_bits;  // a code is low_bits + high_bits wide; both 0: not a quantised type
     uint8_t high_bits;
     uint8_t bias;       // without a codebook
     uint8_t codebook;   // quant_codebook
     uint8_t sub_width;  // columns that share sub and sub_min: 16 or 32; 0: the block has none
     bool has_min;
-    bool d_is_bf16;     // the d handed out: bf16 (exact for MXFP4's powers of two), else f16
+    bool d_is_bf16;  // the d handed out: bf16 (exact for MXFP4's powers of two), else f16
 } quant_traits;
 
 // A static table, so that a kernel instantiated for one type sees constants.

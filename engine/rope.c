@@ -1,10 +1,11 @@
-// Owns the frequencies of rotary embeddings and how they are scaled to longer contexts. In doubles and without libm, so that
-// every machine gets the same bits.
+// Owns the frequencies of rotary embeddings and how they are scaled to longer contexts. In doubles
+// and without libm, so that every machine gets the same bits.
 //
-// freq_i = base^(-2i/n_rot) (Su et al. 2021, RoFormer). Linear: divided by the factor (Chen et al. 2023). Divisors per
-// frequency: Llama 3's rope_freqs and phi3's long and short factors. YaRN (Peng et al. 2023): frequencies that turn often
-// within the original context stay, those that turn less than beta_slow times are interpolated, with a linear ramp between,
-// and cos and sin grow by 0.1 ln(factor) + 1.
+// freq_i = base^(-2i/n_rot) (Su et al. 2021, RoFormer). Linear: divided by the factor (Chen et al.
+// 2023). Divisors per frequency: Llama 3's rope_freqs and phi3's long and short factors. YaRN (Peng
+// et al. 2023): frequencies that turn often within the original context stay, those that turn less
+// than beta_slow times are interpolated, with a linear ramp between, and cos and sin grow by 0.1
+// ln(factor) + 1.
 #include "mathd.h"
 #include "model.h"
 
@@ -31,7 +32,8 @@ static double yarn_keep(const model_params *p, double base, uint32_t i) {
     return 1.0 - (ramp < 0.0 ? 0.0 : ramp > 1.0 ? 1.0 : ramp);
 }
 
-void rope_frequencies(double *freq, float *magnitude, const model_params *p, bool local, const float *factors) {
+void rope_frequencies(double *freq, float *magnitude, const model_params *p, bool local,
+                      const float *factors) {
     const double base = local ? p->rope_base_local : p->rope_base;
     // Windowed layers with a base of their own were never stretched.
     const bool scaled = !(local && p->arch->local_rope_base > 0);

@@ -1,4 +1,5 @@
-// Layer 4: what portable code knows of a weight; the device keeps its own form of the numbers behind it.
+// Layer 4: what portable code knows of a weight; the device keeps its own form of the numbers
+// behind it.
 #ifndef MF_WEIGHT_H
 #define MF_WEIGHT_H
 

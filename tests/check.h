@@ -1,4 +1,5 @@
-// Shared by the programs that compare kernels: a random stream, and the checks of one candidate table against the scalar one.
+// Shared by the programs that compare kernels: a random stream, and the checks of one candidate
+// table against the scalar one.
 #ifndef MF_TESTS_CHECK_H
 #define MF_TESTS_CHECK_H
 

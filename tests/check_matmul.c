@@ -1,7 +1,8 @@
-// Every matrix product of a candidate table against the scalar definition, by memcmp. Weights are random bytes with mostly
-// finite scales, or the extreme codes that would saturate a 16-bit sum; activations include zero, NaN and Inf blocks,
-// subnormal scales and all-equal +-127 codes. The candidate computes a random part of the product into a buffer whose
-// every other word is checked to be untouched.
+// Every matrix product of a candidate table against the scalar definition, by memcmp. Weights are
+// random bytes with mostly finite scales, or the extreme codes that would saturate a 16-bit sum;
+// activations include zero, NaN and Inf blocks, subnormal scales and all-equal +-127 codes. The
+// candidate computes a random part of the product into a buffer whose every other word is checked
+// to be untouched.
 
 #include "check.h"
 
@@ -9,7 +10,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { TRIALS = 24, MAX_COLS = 2560, MAX_TOKENS = 160 };
+// The long trial: more tokens than a kernel takes at once with rows this long.
+enum { TRIALS = 24, LONG_COLS = 24576, LONG_FLOAT_COLS = 6001, LONG_TOKENS = 70 };
+enum { GUARD = 256 };  // words before and after the results
 
 // Where the f16 scales lie in a block of the file; MXFP4's one exponent byte needs no care.
 typedef struct scale_places {
@@ -17,10 +20,10 @@ typedef struct scale_places {
 } scale_places;
 
 static const scale_places scale_places_of[DTYPE_COUNT] = {
-    [DTYPE_Q4_0] = {1, {0}},     [DTYPE_Q4_1] = {2, {0, 2}},   [DTYPE_Q5_0] = {1, {0}},
-    [DTYPE_Q5_1] = {2, {0, 2}},  [DTYPE_Q8_0] = {1, {0}},      [DTYPE_Q2_K] = {2, {80, 82}},
-    [DTYPE_Q3_K] = {1, {108}},   [DTYPE_Q4_K] = {2, {0, 2}},   [DTYPE_Q5_K] = {2, {0, 2}},
-    [DTYPE_Q6_K] = {1, {208}},   [DTYPE_IQ4_NL] = {1, {0}},    [DTYPE_IQ4_XS] = {1, {0}},
+    [DTYPE_Q4_0] = {1, {0}},    [DTYPE_Q4_1] = {2, {0, 2}}, [DTYPE_Q5_0] = {1, {0}},
+    [DTYPE_Q5_1] = {2, {0, 2}}, [DTYPE_Q8_0] = {1, {0}},    [DTYPE_Q2_K] = {2, {80, 82}},
+    [DTYPE_Q3_K] = {1, {108}},  [DTYPE_Q4_K] = {2, {0, 2}}, [DTYPE_Q5_K] = {2, {0, 2}},
+    [DTYPE_Q6_K] = {1, {208}},  [DTYPE_IQ4_NL] = {1, {0}},  [DTYPE_IQ4_XS] = {1, {0}},
 };
 
 // The arrays of one trial.
@@ -30,7 +33,8 @@ typedef struct trial {
     matmul_input x;
     uint32_t n_tokens;
     size_t y_stride;
-    float *want, *got;  // [n_tokens + 2][y_stride], the first and last row guards
+    size_t y_size;
+    float *want, *got;  // [y_size] = GUARD, [n_tokens][y_stride], GUARD
 } trial;
 
 static void *allocate(size_t bytes) {
@@ -43,7 +47,7 @@ static void *allocate(size_t bytes) {
 }
 
 static float special_float(uint64_t *rng) {
-    static const float values[] = {0.0f,     -0.0f,     INFINITY, -INFINITY,  NAN,
+    static const float values[] = {0.0f,      -0.0f,      INFINITY, -INFINITY,   NAN,
                                    0x1p-149f, -0x1p-140f, 0x1p127f, -0x1.8p120f, 0x1p-126f};
     return values[check_below(rng, sizeof values / sizeof *values)];
 }
@@ -57,11 +61,13 @@ static void fill_rows(trial *c, const dtype_info *info, uint64_t *rng) {
     const uint8_t byte = extremes[check_below(rng, 4)];
 
     c->rows = allocate(bytes);
-    for (size_t i = 0; i < bytes; i++) c->rows[i] = extreme ? byte : (uint8_t)(check_rand(rng) >> 56);
+    for (size_t i = 0; i < bytes; i++)
+        c->rows[i] = extreme ? byte : (uint8_t)(check_rand(rng) >> 56);
     for (size_t b = 0; b < n_blocks; b++) {
         for (uint8_t i = 0; i < places.n; i++) {
             // An f16 between 2^-9 and 2^-2 of either sign; now and then any bits at all.
-            uint16_t bits = (uint16_t)((6 + check_below(rng, 8)) << 10 | check_below(rng, 1024) | check_below(rng, 2) << 15);
+            uint16_t bits = (uint16_t)((6 + check_below(rng, 8)) << 10 | check_below(rng, 1024) |
+                                       check_below(rng, 2) << 15);
             if (check_below(rng, 800) == 0) bits = (uint16_t)(check_rand(rng) >> 48);
             memcpy(c->rows + b * info->block_bytes + places.at[i], &bits, 2);
         }
@@ -71,14 +77,19 @@ static void fill_rows(trial *c, const dtype_info *info, uint64_t *rng) {
     }
     if (info->block_elems > 1) return;
     for (size_t i = 0; i < n_blocks; i++) {
-        const float v = check_below(rng, 5000) ? check_normal(rng) : special_float(rng);
+        const bool special = check_below(rng, 8 * c->w.n_cols) == 0;  // in one row of 8
+        const float v = special ? special_float(rng) : check_normal(rng);
         uint32_t wide;
         memcpy(&wide, &v, 4);
         const uint16_t bf16 = (uint16_t)(wide >> 16);
-        const uint16_t f16 = (uint16_t)((10 + check_below(rng, 8)) << 10 | (wide & 0x83ff));  // 2^-5 .. 2^2
-        if (c->w.type == DTYPE_F32) memcpy(c->rows + i * 4, &wide, 4);
-        else if (c->w.type == DTYPE_BF16) memcpy(c->rows + i * 2, &bf16, 2);
-        else if (check_below(rng, 3000)) memcpy(c->rows + i * 2, &f16, 2);  // else any bits
+        const uint16_t f16 =
+            (uint16_t)((10 + check_below(rng, 8)) << 10 | (wide & 0x83ff));  // 2^-5 .. 2^2
+        if (c->w.type == DTYPE_F32)
+            memcpy(c->rows + i * 4, &wide, 4);
+        else if (c->w.type == DTYPE_BF16)
+            memcpy(c->rows + i * 2, &bf16, 2);
+        else
+            memcpy(c->rows + i * 2, special ? &bf16 : &f16, 2);  // bf16's bits as any f16
     }
 }
 
@@ -86,12 +97,14 @@ static void fill_block(int8_t q[ACT_BLOCK], float *d, uint64_t *rng) {
     const uint32_t kind = check_below(rng, 64);
     *d = (0.25f + fabsf(check_normal(rng))) * 0.01f;
     for (int i = 0; i < ACT_BLOCK; i++) {
-        if (kind < 4) q[i] = kind == 0 || (kind == 3 && i % 2) ? -127 : 127;
-        else if (kind < 7) q[i] = 0;
-        else q[i] = (int8_t)((int)check_below(rng, 255) - 127);
+        if (kind < 4)
+            q[i] = kind == 0 || (kind == 3 && i % 2) ? -127 : 127;
+        else if (kind < 7)
+            q[i] = 0;
+        else
+            q[i] = (int8_t)((int)check_below(rng, 255) - 127);
     }
     if (kind == 4) *d = 0.0f;
-    if (kind == 5 && check_below(rng, 8) == 0) *d = NAN;
     if (kind == 7) *d = 0x1p-100f * (1.0f + *d);
     if (kind == 8) *d = 0x1p-140f;
 }
@@ -113,35 +126,53 @@ static void fill_quantised(trial *c, uint64_t *rng) {
         }
         x->neg_sum[i] = x->neg_half[i * 2] + x->neg_half[i * 2 + 1];
     }
+    for (uint32_t t = 0; t < c->n_tokens; t++) {
+        if (check_below(rng, 8)) continue;
+        const size_t i = check_below(rng, c->w.n_cols / ACT_BLOCK) * (size_t)c->n_tokens + t;
+        memset(x->q + i * ACT_BLOCK, 0, ACT_BLOCK);
+        x->neg_sum[i] = x->neg_half[i * 2] = x->neg_half[i * 2 + 1] = 0;
+        x->d[i] = NAN;
+    }
 }
 
-static void fill_floats(trial *c, uint64_t *rng) {
+// tiny: so small that products round to +-0, and the sum's sign shows.
+static void fill_floats(trial *c, bool tiny, uint64_t *rng) {
     c->x.f_stride = c->w.n_cols + check_below(rng, 20);
     float *const f = allocate(c->n_tokens * c->x.f_stride * sizeof *f);
     for (size_t i = 0; i < c->n_tokens * c->x.f_stride; i++) {
-        f[i] = check_below(rng, 4000) ? check_normal(rng) : special_float(rng);
+        f[i] = check_below(rng, 8 * c->w.n_cols) ? check_normal(rng) : special_float(rng);
+        if (tiny) f[i] = copysignf(0x1p-149f, f[i]);
     }
     c->x.f = f;
 }
 
+// index 0: the long trial; 1: the one of signed zeros, for float weights; others: any shape.
 static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
     const dtype_info *const info = dtype_get((uint32_t)type);
-    const bool large = index == 0;  // one long case: many tokens and columns
-    uint32_t n_rows = large ? 40 : 1 + check_below(rng, 70);
-    uint32_t n_blocks = 1 + check_below(rng, info->block_elems == 256 ? 4 : info->block_elems == 32 ? 12 : 100);
-    if (large) n_blocks = MAX_COLS / u32_max(info->block_elems, 8) - (info->block_elems < 256);
-    *c = (trial){.n_tokens = large ? MAX_TOKENS - 1 : 1 + check_below(rng, 40)};
+    const bool floats = info->block_elems == 1, tiny = index == 1 && floats;
+    const uint32_t most = tiny ? 3 : floats ? 100 : info->block_elems == 32 ? 12 : 4;
+    uint32_t n_rows = 1 + check_below(rng, 70), n_blocks = 1 + check_below(rng, most);
+    *c = (trial){.n_tokens = 1 + check_below(rng, 40)};
+    if (index == 0) {
+        n_rows = 20;
+        n_blocks = floats ? LONG_FLOAT_COLS : LONG_COLS / info->block_elems - 1;
+        c->n_tokens = LONG_TOKENS;
+    }
     if (panels_layout(&c->w, type, n_rows, n_blocks * info->block_elems)) {
-        fprintf(stderr, "check_matmul: panels_layout refused %u x %u\n", n_rows, n_blocks * info->block_elems);
+        fprintf(stderr, "check_matmul: panels_layout refused %u x %u\n", n_rows,
+                n_blocks * info->block_elems);
         exit(1);
     }
     fill_rows(c, info, rng);
     c->w.data = allocate(c->w.bytes);
     panels_pack(&c->w, c->rows, 0, c->w.n_panels);
-    if (info->block_elems == 1) fill_floats(c, rng);
-    else fill_quantised(c, rng);
+    if (info->block_elems == 1)
+        fill_floats(c, tiny, rng);
+    else
+        fill_quantised(c, rng);
     c->y_stride = n_rows + check_below(rng, 20);
-    const size_t y_bytes = (c->n_tokens + 2) * c->y_stride * sizeof *c->want;
+    c->y_size = c->n_tokens * c->y_stride + 2 * GUARD;
+    const size_t y_bytes = c->y_size * sizeof *c->want;
     c->want = allocate(y_bytes);
     c->got = allocate(y_bytes);
     memset(c->want, 0xa5, y_bytes);
@@ -167,33 +198,37 @@ static uint32_t bits_of(float f) {
 }
 
 // Compares the part [p0, p1) x [t0, t1); prints and counts at most one failure per call.
-static int compare(const trial *c, const char *isa, uint32_t p0, uint32_t p1, uint32_t t0, uint32_t t1) {
+static int compare(const trial *c, const char *isa, uint32_t p0, uint32_t p1, uint32_t t0,
+                   uint32_t t1) {
     const char *const type = dtype_get((uint32_t)c->w.type)->name;
     const uint32_t r0 = p0 * PANEL_ROWS, r1 = u32_min(p1 * PANEL_ROWS, c->w.n_rows);
-    for (size_t i = 0; i < (c->n_tokens + 2) * c->y_stride; i++) {
-        const size_t row = i % c->y_stride, line = i / c->y_stride;
-        const bool inside = line >= t0 + 1u && line < t1 + 1u && row >= r0 && row < r1;
+    for (size_t i = 0; i < c->y_size; i++) {
+        // token is vast in the first guard.
+        const size_t row = (i - GUARD) % c->y_stride, token = (i - GUARD) / c->y_stride;
+        const bool inside = token >= t0 && token < t1 && row >= r0 && row < r1;
         const uint32_t want = inside ? bits_of(c->want[i]) : 0xa5a5a5a5, got = bits_of(c->got[i]);
         if (want == got) continue;
-        printf("matmul %s %s %u x %u, %u tokens, panels %u..%u, tokens %u..%u: row %zu token %d is %08x (%g), %s %08x (%g)\n",
-               isa, type, c->w.n_rows, c->w.n_cols, c->n_tokens, p0, p1, t0, t1, row, (int)line - 1, got,
-               (double)c->got[i], inside ? "not" : "a stray write over", want, (double)c->want[i]);
+        printf("matmul %s %s %u x %u, %u tokens, panels %u..%u, tokens %u..%u: ", isa, type,
+               c->w.n_rows, c->w.n_cols, c->n_tokens, p0, p1, t0, t1);
+        printf("y[%td] (row %zu, token %zu) is %08x, %s %08x\n", (ptrdiff_t)i - GUARD, row, token,
+               got, inside ? "not" : "a stray write over", want);
         return 1;
     }
     return 0;
 }
 
-static int check_trial(const cpu_kernels *candidate, const cpu_kernels *scalar, trial *c, bool whole, uint64_t *rng) {
+static int check_trial(const cpu_kernels *candidate, const cpu_kernels *scalar, trial *c,
+                       bool whole, uint64_t *rng) {
     const dtype type = c->w.type;
     uint32_t p0 = 0, p1 = c->w.n_panels, t0 = 0, t1 = c->n_tokens;
-    scalar->matmul[type](c->want + c->y_stride, c->y_stride, &c->w, p0, p1, &c->x, t0, t1);
+    scalar->matmul[type](c->want + GUARD, c->y_stride, &c->w, p0, p1, &c->x, t0, t1);
     if (!whole) {
         p0 = check_below(rng, p1);
         p1 = p0 + 1 + check_below(rng, p1 - p0);
         t0 = check_below(rng, t1);
         t1 = t0 + 1 + check_below(rng, t1 - t0);
     }
-    candidate->matmul[type](c->got + c->y_stride, c->y_stride, &c->w, p0, p1, &c->x, t0, t1);
+    candidate->matmul[type](c->got + GUARD, c->y_stride, &c->w, p0, p1, &c->x, t0, t1);
     return compare(c, candidate->name, p0, p1, t0, t1);
 }
 

@@ -149,9 +149,11 @@ static inline void put_vocabulary(gguf_build *b, size_t *mark) {
     put_array(b, "tokenizer.ggml.tokens", MF_GGUF_STRING, N_TOKENS);
     mark[AT_STRINGS] = b->n - 12;
     for (int i = 0; i < N_TOKENS; i++) {
-        char token[16];
+        char token[24];
+        snprintf(token, sizeof token, "token%d", i);
         // Tokens may be any bytes: token 3 is not UTF-8, token 4 is empty.
-        snprintf(token, sizeof token, i == 3 ? "\xff\xfe" : i == 4 ? "" : "token%d", i);
+        if (i == 3) memcpy(token, "\xff\xfe", 3);
+        if (i == 4) token[0] = '\0';
         put_text(b, token);
     }
     put_array(b, "tokenizer.ggml.scores", MF_GGUF_F32, N_TOKENS);

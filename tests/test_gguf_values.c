@@ -141,7 +141,27 @@ static void test_tensors(const mf_gguf *file, const uint8_t *data) {
     check(mf_gguf_tensor(&info, file, 4) == MF_ARG, "a fifth tensor's description");
 }
 
+// Dropping pages is for mappings: bytes in memory belong to the caller.
+static void test_forget_in_memory(void) {
+    enum { PAGES = 1 << 18 };
+    gguf_build b = {0};
+    put_header(&b, 3, 1, 0);
+    put_tensor(&b, "t", DTYPE_F32, PAGES / 4, 0, 0);
+    put_padding(&b, 32);
+    const size_t start = b.n;
+    for (int i = 0; i < PAGES; i++) put_int(&b, 0x5a, 1);
+    mf_gguf *file = NULL;
+    check(!gguf_open_memory(&file, b.bytes, b.n, "pages.gguf"), "a tensor of many pages");
+    if (file) gguf_forget(file, gguf_tensor_at(file, 0));
+    size_t lost = 0;
+    for (size_t i = start; i < b.n; i++) lost += b.bytes[i] != 0x5a;
+    check(lost == 0, "gguf_forget took %zu of the caller's bytes", lost);
+    mf_gguf_free(file);
+    free(b.bytes);
+}
+
 int main(void) {
+    test_forget_in_memory();
     size_t mark[N_MARKS];
     gguf_build b = build_tiny(3, mark);
     mf_gguf *file = NULL;

@@ -347,9 +347,7 @@ def test_full_cache_refuses_and_keeps(tiny_path):
 
 def test_pickle_and_copy(engine):
     for thing in (engine, engine.kv, engine.metadata, engine.generate(TOKENS), minfer.Sampling()):
-        for attempt in (pickle.dumps, copy.copy, copy.deepcopy):
-            if attempt is copy.copy and thing is engine.kv:
-                continue  # a second view of the same engine is harmless
+        for attempt in (pickle.dumps, copy.deepcopy):
             with pytest.raises(TypeError):
                 attempt(thing)
 

@@ -2,11 +2,11 @@
 
 How close is close enough:
 
-- Float weights: 1e-4 of the logits' standard deviation. Float32 sums differ from float64 by 4e-6.
+- Float weights: 1e-4 of the logits' standard deviation; float32 gives 7e-6, after 62 layers 1.4e-5.
 - Quantised weights against the reference that rounds activations like the engine: also 1e-4, in at
   least 3 of 4 short prompts, because an activation at a half may be rounded either way; when that happens
   the prompt is off by as much as the rounding itself.
-- Quantised weights against the exact reference: an RMS of 5 % for all prompts; the rounding gives 1-2.5 %.
+- Quantised weights against the exact reference: an RMS of 3 % over all prompts; the rounding gives up to 1.5 %.
 - The real model: bounds of its own, below.
 """
 
@@ -30,7 +30,7 @@ N_TOKENS = 150  # crosses the tiny windows of 8 many times and two attention til
 TIGHT = 1e-4
 N_PROMPTS, PROMPT_TOKENS = 16, 4
 MIN_TIGHT_PROMPTS = 12
-INT8_RMS = 0.05
+INT8_RMS = 0.03
 
 FLOAT_CASES = [
     *((arch, arch, {}, "F32") for arch in ARCHS),

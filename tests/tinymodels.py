@@ -57,9 +57,10 @@ class Shape:
 
 
 _GEMMA = Shape(head_dim=32, tied=True, window=8, norms="both")
+# The soft caps are far below Gemma 2's 50 and 30, for at those a tiny model's scores do not feel them.
 _ARCH_SHAPES = {
     "gemma3": replace(_GEMMA, n_layer=7, qk_norm="head", rope_base=1e6),
-    "gemma2": replace(_GEMMA, n_layer=3, attn_softcap=50.0, final_softcap=30.0),
+    "gemma2": replace(_GEMMA, n_layer=3, attn_softcap=2.0, final_softcap=3.0),
     "llama": Shape(n_vocab=331),
     "mistral": Shape(window=8),
     "qwen2": Shape(biases=True, rope_base=1e6),
@@ -76,7 +77,7 @@ VARIANTS = [
     ("llama-biases", "llama", dict(biases=True)),
     ("llama-rope_freqs", "llama", dict(rope_freqs=True)),
     ("llama-linear", "llama", dict(rope_scaling="linear")),
-    ("llama-yarn", "llama", dict(rope_scaling="yarn")),
+    ("llama-yarn", "llama", dict(rope_scaling="yarn", rope_original_ctx=4096)),
     ("llama-yarn-attn_factor", "llama", dict(rope_scaling="yarn", rope_attn_factor=0.8)),
     ("llama-window-unused", "llama", dict(window=8)),
     ("mistral-no-window", "mistral", dict(window=0)),

@@ -1,5 +1,6 @@
-// Owns the division of attention into tasks and the scratch it needs; see attn.h. Refuses nothing: arguments were
-// checked above. Invariant: what a row's state is folded from, and in which order, does not depend on the division.
+// Owns the division of attention into tasks and the scratch it needs; see attn.h. Refuses nothing:
+// arguments were checked above. Invariant: what a row's state is folded from, and in which order,
+// does not depend on the division.
 #include "attn.h"
 
 #include <assert.h>
@@ -7,14 +8,14 @@
 #include <string.h>
 
 enum {
-    BLOCK_ROWS = 256,   // query rows that share one pass over the tiles
-    MIN_ROWS = 64,      // below, transposing K costs more than a better balance brings
-    SPLIT_ROWS = 32,    // a unit of at most so many rows may be split by tiles
-    SPLIT_UNITS = 4,    // ... in batches of fewer units than this times the threads
-    PART_TILES = 4,     // tiles worth a task of their own
-    KEEP_MIN = 512,     // row states kept for merging at a time, at least and at most
+    BLOCK_ROWS = 256,  // query rows that share one pass over the tiles
+    MIN_ROWS = 64,     // below, transposing K costs more than a better balance brings
+    SPLIT_ROWS = 32,   // a unit of at most so many rows may be split by tiles
+    SPLIT_UNITS = 4,   // ... in batches of fewer units than this times the threads
+    PART_TILES = 4,    // tiles worth a task of their own
+    KEEP_MIN = 512,    // row states kept for merging at a time, at least and at most
     KEEP_MAX = 8192,
-    KEEP_TILES = 8      // ... of each unit, else splitting is not worth its barriers
+    KEEP_TILES = 8  // ... of each unit, else splitting is not worth its barriers
 };
 
 typedef struct unit {
@@ -27,7 +28,8 @@ typedef struct unit {
 typedef struct split {
     unit u;
     uint32_t n_rows, next, end;  // this round: tiles [next, end)
-    uint32_t n_parts, direct;    // part 0 folds tiles [next, direct) into the state, the others keep theirs
+    uint32_t n_parts,
+        direct;  // part 0 folds tiles [next, direct) into the state, the others keep theirs
     uint32_t first_task;
     size_t state_row, keep_row;
 } split;
@@ -36,22 +38,26 @@ typedef struct run {
     const cpu_kernels *k;
     const attn_batch *b;
     uint32_t group, block, n_units, n_threads;
-    uint8_t *threads;        // per thread: kernel scratch, then the state of a block
+    uint8_t *threads;  // per thread: kernel scratch, then the state of a block
     size_t thread_bytes;
-    uint32_t *first_unit;    // [n_seqs + 1]
-    split *splits;           // [n_splits]
-    float *states, *kept;    // of splits; keep_rows row states
+    uint32_t *first_unit;  // [n_seqs + 1]
+    split *splits;         // [n_splits]
+    float *states, *kept;  // of splits; keep_rows row states
     size_t keep_rows;
     uint32_t n_splits, n_tasks;
-    uint32_t *merge_first;   // [n_splits + 1]: first merge task
+    uint32_t *merge_first;  // [n_splits + 1]: first merge task
 } run;
 
 static size_t align64(size_t n) { return (n + 63) & ~(size_t)63; }
 
-static uint32_t max_rows(uint32_t group) { return group > BLOCK_ROWS ? group : BLOCK_ROWS / group * group; }
+static uint32_t max_rows(uint32_t group) {
+    return group > BLOCK_ROWS ? group : BLOCK_ROWS / group * group;
+}
 
 // Row states in one array: acc of all, lanes of all, max of all.
-static size_t state_floats(size_t n_rows, uint32_t head_dim) { return n_rows * (head_dim + ATTN_LANES + 1); }
+static size_t state_floats(size_t n_rows, uint32_t head_dim) {
+    return n_rows * (head_dim + ATTN_LANES + 1);
+}
 
 static attn_state state_at(float *mem, size_t n_rows, size_t row, uint32_t head_dim) {
     float *lanes = mem + n_rows * head_dim, *max = lanes + n_rows * ATTN_LANES;
@@ -67,21 +73,25 @@ static void state_clear(const attn_state *s, size_t n_rows, uint32_t head_dim) {
 static size_t max_splits(uint32_t n_threads) { return (size_t)SPLIT_UNITS * n_threads; }
 
 static size_t thread_bytes(uint32_t group, uint32_t head_dim) {
-    return align64(ATTN_SCRATCH_BYTES) + align64(state_floats(max_rows(group), head_dim) * sizeof(float));
+    return align64(ATTN_SCRATCH_BYTES) +
+           align64(state_floats(max_rows(group), head_dim) * sizeof(float));
 }
 
 // All but the kept states, which get the rest.
 static size_t fixed_bytes(uint32_t n_threads, uint32_t n_seqs, uint32_t group, uint32_t head_dim) {
     const size_t splits = max_splits(n_threads);
     return n_threads * thread_bytes(group, head_dim) +
-           align64(state_floats(splits * SPLIT_ROWS, head_dim) * sizeof(float)) + align64(splits * sizeof(split)) +
-           align64((splits + 1) * sizeof(uint32_t)) + align64(((size_t)n_seqs + 1) * sizeof(uint32_t));
+           align64(state_floats(splits * SPLIT_ROWS, head_dim) * sizeof(float)) +
+           align64(splits * sizeof(split)) + align64((splits + 1) * sizeof(uint32_t)) +
+           align64(((size_t)n_seqs + 1) * sizeof(uint32_t));
 }
 
 size_t attn_scratch_bytes(const attn_limits *l) {
     const uint32_t group = l->n_head / l->n_head_kv;
     const uint64_t decode = ((uint64_t)l->n_ctx / ATTN_TILE + 1) * group * 2 * l->n_threads;
-    const size_t rows = decode > KEEP_MAX ? KEEP_MAX : decode < KEEP_MIN ? KEEP_MIN : (size_t)decode;
+    const size_t rows = decode > KEEP_MAX   ? KEEP_MAX
+                        : decode < KEEP_MIN ? KEEP_MIN
+                                            : (size_t)decode;
     return fixed_bytes(l->n_threads, l->n_batch, group, l->head_dim) +
            align64(state_floats(rows, l->head_dim) * sizeof(float));
 }
@@ -121,8 +131,10 @@ typedef struct tile_rows {
     const float *k[ATTN_TILE], *v[ATTN_TILE];
 } tile_rows;
 
-// The first tile >= `from` with a row in [lo, hi), or UINT32_MAX; moves *span past the spans before it.
-static uint32_t tile_find(const mf_kv_span **span, const mf_kv_span *end, uint32_t from, uint32_t lo, uint32_t hi) {
+// The first tile >= `from` with a row in [lo, hi), or UINT32_MAX; moves *span past the spans before
+// it.
+static uint32_t tile_find(const mf_kv_span **span, const mf_kv_span *end, uint32_t from,
+                          uint32_t lo, uint32_t hi) {
     const uint32_t start = u32_max(from * ATTN_TILE, lo);
     while (*span < end && (uint32_t)((*span)->pos + (*span)->len) <= start) ++*span;
     if (*span == end) return UINT32_MAX;
@@ -130,11 +142,14 @@ static uint32_t tile_find(const mf_kv_span **span, const mf_kv_span *end, uint32
     return p < hi ? p / ATTN_TILE : UINT32_MAX;
 }
 
-// Addresses of a tile's rows in [lo, hi); NULL where there is none. `span`: the first that reaches into the tile.
-static void tile_gather(tile_rows *out, const run *r, uint32_t head, const mf_kv_span *span, const mf_kv_span *end,
-                        uint32_t tile, uint32_t lo, uint32_t hi) {
-    const uint32_t base = tile * ATTN_TILE, first = u32_max(base, lo), last = u32_min(base + ATTN_TILE, hi);
-    const size_t stride = (size_t)r->b->n_head_kv * r->b->head_dim, offset = (size_t)head * r->b->head_dim;
+// Addresses of a tile's rows in [lo, hi); NULL where there is none. `span`: the first that reaches
+// into the tile.
+static void tile_gather(tile_rows *out, const run *r, uint32_t head, const mf_kv_span *span,
+                        const mf_kv_span *end, uint32_t tile, uint32_t lo, uint32_t hi) {
+    const uint32_t base = tile * ATTN_TILE, first = u32_max(base, lo),
+                   last = u32_min(base + ATTN_TILE, hi);
+    const size_t stride = (size_t)r->b->n_head_kv * r->b->head_dim,
+                 offset = (size_t)head * r->b->head_dim;
     memset(out, 0, sizeof *out);
     for (; span < end && (uint32_t)span->pos < last; span++) {
         const uint32_t pos = (uint32_t)span->pos, stop = u32_min(pos + (uint32_t)span->len, last);
@@ -146,11 +161,12 @@ static void tile_gather(tile_rows *out, const run *r, uint32_t head, const mf_kv
     }
 }
 
-// Folds the unit's tiles [tile0, tile1) into `state`; or, if `keep`, tile t alone into the row states of `kept` that start
-// at keep_row + (t - tile0) * rows.
-static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t tile1, attn_state *state, bool keep,
-                       size_t keep_row, void *scratch) {
-    const uint32_t head_dim = r->b->head_dim, lo = unit_lo(r->b, u), hi = u32_min(unit_hi(u), tile1 * ATTN_TILE);
+// Folds the unit's tiles [tile0, tile1) into `state`; or, if `keep`, tile t alone into the row
+// states of `kept` that start at keep_row + (t - tile0) * rows.
+static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t tile1,
+                       attn_state *state, bool keep, size_t keep_row, void *scratch) {
+    const uint32_t head_dim = r->b->head_dim, lo = unit_lo(r->b, u),
+                   hi = u32_min(unit_hi(u), tile1 * ATTN_TILE);
     const uint32_t n_rows = (u->i1 - u->i0) * r->group;
     const attn_job job = unit_job(r, u);
     const mf_kv_span *span = u->seq->spans, *end = span + u->seq->n_spans;
@@ -167,7 +183,9 @@ static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t til
             tile_gather(next, r, u->head, span, end, after, lo, hi);
         else
             memset(next, 0, sizeof *next);
-        attn_state into = keep ? state_at(r->kept, r->keep_rows, keep_row + (size_t)(tile - tile0) * n_rows, head_dim) : *state;
+        attn_state into = keep ? state_at(r->kept, r->keep_rows,
+                                          keep_row + (size_t)(tile - tile0) * n_rows, head_dim)
+                               : *state;
         if (keep) state_clear(&into, n_rows, head_dim);
         r->k->attn_tile(&job, u->i0, u->i1, tile, now->k, now->v, next->k, next->v, &into, scratch);
         tile_rows *swap = now;
@@ -179,7 +197,9 @@ static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t til
 
 // ---- units as tasks --------------------------------------------------------------------------
 
-static uint32_t blocks_of(const attn_seq *s, uint32_t block) { return (s->n_tokens + block - 1) / block; }
+static uint32_t blocks_of(const attn_seq *s, uint32_t block) {
+    return (s->n_tokens + block - 1) / block;
+}
 
 static uint64_t count_units(const attn_batch *b, uint32_t block) {
     uint64_t n = 0;
@@ -190,9 +210,11 @@ static uint64_t count_units(const attn_batch *b, uint32_t block) {
 // Queries per block: as many as fit, fewer if that would leave threads idle.
 static uint32_t choose_block(const attn_batch *b, uint32_t group, uint32_t n_threads) {
     uint32_t block = max_rows(group) / group;
-    while (block > 1 && (block + 1) / 2 * group >= MIN_ROWS && count_units(b, block) < 4 * (uint64_t)n_threads)
+    while (block > 1 && (block + 1) / 2 * group >= MIN_ROWS &&
+           count_units(b, block) < 4 * (uint64_t)n_threads)
         block = (block + 1) / 2;
-    while (block > 1 && block * group > SPLIT_ROWS && count_units(b, block) < n_threads) block = (block + 1) / 2;
+    while (block > 1 && block * group > SPLIT_ROWS && count_units(b, block) < n_threads)
+        block = (block + 1) / 2;
     return block;
 }
 
@@ -217,7 +239,8 @@ static unit unit_at(const run *r, uint32_t index) {
 static void run_unit(const run *r, const unit *u, uint32_t thread) {
     uint8_t *mem = r->threads + thread * r->thread_bytes;
     const uint32_t n_rows = (u->i1 - u->i0) * r->group;
-    attn_state state = state_at((float *)(void *)(mem + align64(ATTN_SCRATCH_BYTES)), n_rows, 0, r->b->head_dim);
+    attn_state state =
+        state_at((float *)(void *)(mem + align64(ATTN_SCRATCH_BYTES)), n_rows, 0, r->b->head_dim);
     const attn_job job = unit_job(r, u);
     state_clear(&state, n_rows, r->b->head_dim);
     fold_tiles(r, u, u->tile0, u->tile1, &state, false, 0, mem);
@@ -339,7 +362,8 @@ static bool plan_round(run *r, uint32_t quota, bool first) {
 static void run_splits(run *r, pool *p, uint32_t quota) {
     for (uint32_t i = 0; i < r->n_splits; i++) {
         const attn_state state = split_state(r, r->splits + i);
-        if (r->splits[i].n_rows <= SPLIT_ROWS) state_clear(&state, r->splits[i].n_rows, r->b->head_dim);
+        if (r->splits[i].n_rows <= SPLIT_ROWS)
+            state_clear(&state, r->splits[i].n_rows, r->b->head_dim);
     }
     for (bool first = true; plan_round(r, quota, first); first = false) {
         pool_run(p, split_task, r, r->n_tasks);
@@ -356,7 +380,8 @@ static void run_splits(run *r, pool *p, uint32_t quota) {
 }
 
 void attn_run(const cpu_kernels *k, pool *p, const attn_batch *b) {
-    assert(b->head_dim % 16 == 0 && b->head_dim <= HEAD_DIM_MAX && b->window > 0 && b->n_head % b->n_head_kv == 0);
+    assert(b->head_dim % 16 == 0 && b->head_dim <= HEAD_DIM_MAX && b->window > 0 &&
+           b->n_head % b->n_head_kv == 0);
     run r = {.k = k, .b = b, .group = b->n_head / b->n_head_kv, .n_threads = pool_threads(p)};
     const size_t splits = max_splits(r.n_threads);
     uint8_t *at = b->scratch;

@@ -1,19 +1,22 @@
-// Attention of a whole batch for one layer: who computes what, and where the rows lie. The arithmetic is the kernels'.
+// Attention of a whole batch for one layer: who computes what, and where the rows lie. The
+// arithmetic is the kernels'.
 //
-// A unit is (sequence, KV head, block of queries). When there are enough units for the threads each is one task; when
-// there are few, as in decode, a unit's tiles are shared out, each keeps the state of every tile it computes, and the
-// states are merged in the order of tiles. Neither choice, nor the sizes, changes a bit.
+// A unit is (sequence, KV head, block of queries). When there are enough units for the threads each
+// is one task; when there are few, as in decode, a unit's tiles are shared out, each keeps the
+// state of every tile it computes, and the states are merged in the order of tiles. Neither choice,
+// nor the sizes, changes a bit.
 #ifndef MF_CPU_ATTN_H
 #define MF_CPU_ATTN_H
 
 #include "../pool.h"
 #include "kernels.h"
 
-// Consecutive tokens of one sequence: query i is row first_token + i of q and out, at position pos0 + i. Its K and V are
-// stored already.
+// Consecutive tokens of one sequence: query i is row first_token + i of q and out, at position pos0
+// + i. Its K and V are stored already.
 typedef struct attn_seq {
     uint32_t first_token, n_tokens, pos0;
-    const mf_kv_span *spans;  // [n_spans] in position order; positions outside have no row and are skipped
+    const mf_kv_span
+        *spans;  // [n_spans] in position order; positions outside have no row and are skipped
     uint32_t n_spans;
 } attn_seq;
 
@@ -32,7 +35,8 @@ typedef struct attn_batch {
     size_t scratch_bytes;  // as attn_scratch_bytes says
 } attn_batch;
 
-// Upper bounds of what will be run. n_ctx only decides how many states may be kept at a time: longer sequences work.
+// Upper bounds of what will be run. n_ctx only decides how many states may be kept at a time:
+// longer sequences work.
 typedef struct attn_limits {
     uint32_t n_ctx, n_batch, n_head, n_head_kv, head_dim, n_threads;
 } attn_limits;

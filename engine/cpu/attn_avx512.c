@@ -1,7 +1,11 @@
-// Attention on AVX-512, bit for bit what attn_scalar.c defines. Two ways through a tile with the same arithmetic:
-//   few rows (decode)   K is transposed in registers and used at once, nothing is stored; the next tile is prefetched
-//                       to L2 in memory order, a few lines a step (in order of use it takes twice as long);
-//   many rows           K^T and V are copied to scratch once and serve all rows of the job as a matrix product.
+// Attention on AVX-512, bit for bit what attn_scalar.c defines. Two ways through a tile with the
+// same arithmetic:
+//   few rows (decode)   K is transposed in registers and used at once, nothing is stored; the next
+//   tile is prefetched
+//                       to L2 in memory order, a few lines a step (in order of use it takes twice
+//                       as long);
+//   many rows           K^T and V are copied to scratch once and serve all rows of the job as a
+//   matrix product.
 // In q.k lanes are keys, in p.v they are elements of the output.
 #include "lanes_avx512.h"
 #include "attn_fold.h"
@@ -10,10 +14,10 @@
 #define UNROLL _Pragma("GCC unroll 16")
 
 enum {
-    MAX_ROWS = 8,      // query rows of a register tile
-    FEW_ROWS = 32,     // up to here transposing again for each MAX_ROWS is cheaper than storing
-    BLOCK_ROWS = 5,    // with 4 vectors each: 20 accumulators, 4 of K or V, 1 broadcast
-    LINE = 16          // floats of a cache line
+    MAX_ROWS = 8,    // query rows of a register tile
+    FEW_ROWS = 32,   // up to here transposing again for each MAX_ROWS is cheaper than storing
+    BLOCK_ROWS = 5,  // with 4 vectors each: 20 accumulators, 4 of K or V, 1 broadcast
+    LINE = 16        // floats of a cache line
 };
 
 static const float absent[HEAD_DIM_MAX];  // stands in for rows that must not be read
@@ -27,16 +31,16 @@ typedef struct tile_call {
     const float *k[ATTN_TILE], *v[ATTN_TILE];  // `absent` where nothing may be read
     const float *const *next_k, *const *next_v;
     attn_state *state;
-    float *kt;                 // [head_dim][64]
-    float *vt;                 // [64][head_dim]
-    float (*s)[ATTN_TILE];     // scores, then weights, of the rows at hand
+    float *kt;              // [head_dim][64]
+    float *vt;              // [64][head_dim]
+    float (*s)[ATTN_TILE];  // scores, then weights, of the rows at hand
 } tile_call;
 
 // The rows at hand, n of them.
 typedef struct rows {
     const float *q[MAX_ROWS];
-    uint64_t keys[MAX_ROWS];           // positions each reads
-    float max[16], old[16], new[16];   // of the tile; factors of the state so far and of this tile
+    uint64_t keys[MAX_ROWS];          // positions each reads
+    float max[16], old[16], new[16];  // of the tile; factors of the state so far and of this tile
 } rows;
 
 // Lines of the next tile's rows, in memory order.
@@ -103,7 +107,9 @@ INLINE void scores_few(const int n, const tile_call *c, const rows *u, ahead *ne
             fetch(next, 16);
             UNROLL for (int e = 0; e < 16; e++) {
                 const __m512 ke = _mm512_castsi512_ps(k[e]);
-                UNROLL for (int r = 0; r < n; r++) a[r] = _mm512_fmadd_ps(ke, _mm512_set1_ps(u->q[r][d + (size_t)e]), a[r]);
+                UNROLL for (int r = 0; r < n; r++) {
+                    a[r] = _mm512_fmadd_ps(ke, _mm512_set1_ps(u->q[r][d + (size_t)e]), a[r]);
+                }
             }
         }
         UNROLL for (int r = 0; r < n; r++) _mm512_storeu_ps(c->s[r] + x, a[r]);
@@ -114,8 +120,8 @@ INLINE void scores_few(const int n, const tile_call *c, const rows *u, ahead *ne
 INLINE void scores_many(const int n, const tile_call *c, const rows *u) {
     const uint32_t head_dim = c->job->head_dim;
     __m512 a[BLOCK_ROWS][4];
-    UNROLL for (int r = 0; r < n; r++)
-        UNROLL for (int v = 0; v < 4; v++) a[r][v] = _mm512_setzero_ps();
+    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < 4; v++) a[r][v] =
+        _mm512_setzero_ps();
     const float *kt = c->kt;
     for (uint32_t d = 0; d < head_dim; d++, kt += ATTN_TILE) {
         __m512 k[4];
@@ -125,12 +131,12 @@ INLINE void scores_many(const int n, const tile_call *c, const rows *u) {
             UNROLL for (int v = 0; v < 4; v++) a[r][v] = _mm512_fmadd_ps(k[v], q, a[r][v]);
         }
     }
-    UNROLL for (int r = 0; r < n; r++)
-        UNROLL for (int v = 0; v < 4; v++) _mm512_storeu_ps(c->s[r] + 16 * v, a[r][v]);
+    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < 4; v++)
+        _mm512_storeu_ps(c->s[r] + 16 * v, a[r][v]);
 }
 
 // Scores of one row to weights in place (0 where no key); returns the 16 lane sums.
-INLINE __m512 weigh(float *s, uint64_t keys, attn_factors f, float *max) {
+static __attribute__((noinline)) __m512 weigh(float *s, uint64_t keys, attn_factors f, float *max) {
     const __m512 zero = _mm512_setzero_ps();
     __m512 x[4], top = _mm512_set1_ps(-INFINITY), sum = zero;
     UNROLL for (int v = 0; v < 4; v++) {
@@ -162,7 +168,8 @@ INLINE void weights(const int n, const tile_call *c, rows *u, uint32_t row) {
         live |= (__mmask16)(1u << r);
         sum[r] = weigh(c->s[r], u->keys[r], c->f, &u->max[r]);
     }
-    const __m512 before = _mm512_maskz_loadu_ps(in, c->state->max + row), tile = _mm512_loadu_ps(u->max);
+    const __m512 before = _mm512_maskz_loadu_ps(in, c->state->max + row),
+                 tile = _mm512_loadu_ps(u->max);
     const __m512 both = _mm512_mask_max_ps(before, live, tile, before);
     _mm512_mask_storeu_ps(c->state->max + row, live, both);
     _mm512_storeu_ps(u->old, v_exp2_neg(_mm512_sub_ps(before, both)));
@@ -175,12 +182,13 @@ INLINE void weights(const int n, const tile_call *c, rows *u, uint32_t row) {
 }
 
 // Elements d .. d + 16 * wide of acc[r] = fma(sum over keys of p * v, new, acc * old).
-INLINE void values_at(const int n, const int wide, const tile_call *c, const rows *u, uint32_t row, uint32_t d, uint64_t all,
-                      uint64_t any, ahead *next) {
+INLINE void values_at(const int n, const int wide, const tile_call *c, const rows *u, uint32_t row,
+                      uint32_t d, uint64_t all, uint64_t any, ahead *next) {
     __m512 a[MAX_ROWS][4];
-    UNROLL for (int r = 0; r < n; r++)
-        UNROLL for (int v = 0; v < wide; v++) a[r][v] = _mm512_setzero_ps();
-    const uint32_t first = (uint32_t)__builtin_ctzll(any), last = 63u - (uint32_t)__builtin_clzll(any);
+    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < wide; v++) a[r][v] =
+        _mm512_setzero_ps();
+    const uint32_t first = (uint32_t)__builtin_ctzll(any),
+                   last = 63u - (uint32_t)__builtin_clzll(any);
     for (uint32_t x = first; x <= last; x++) {
         __m512 b[4];
         if (next) fetch(next, wide);
@@ -195,7 +203,8 @@ INLINE void values_at(const int n, const int wide, const tile_call *c, const row
             UNROLL for (int r = 0; r < n; r++) {
                 const __mmask16 reads = u->keys[r] >> x & 1 ? 0xffff : 0;
                 const __m512 p = _mm512_set1_ps(c->s[r][x]);
-                UNROLL for (int v = 0; v < wide; v++) a[r][v] = _mm512_mask3_fmadd_ps(b[v], p, a[r][v], reads);
+                UNROLL for (int v = 0; v < wide; v++) a[r][v] =
+                    _mm512_mask3_fmadd_ps(b[v], p, a[r][v], reads);
             }
         }
     }
@@ -205,7 +214,8 @@ INLINE void values_at(const int n, const int wide, const tile_call *c, const row
         const __m512 old = _mm512_set1_ps(u->old[r]), new = _mm512_set1_ps(u->new[r]);
         UNROLL for (int v = 0; v < wide; v++) {
             float *o = acc + 16 * v;
-            _mm512_storeu_ps(o, _mm512_fmadd_ps(a[r][v], new, _mm512_mul_ps(_mm512_loadu_ps(o), old)));
+            _mm512_storeu_ps(o,
+                             _mm512_fmadd_ps(a[r][v], new, _mm512_mul_ps(_mm512_loadu_ps(o), old)));
         }
     }
 }
@@ -238,28 +248,30 @@ INLINE void rows_at(const int n, rows *u, const tile_call *c, uint32_t row) {
 }
 
 // State rows [row, row + n).
-#define FEW(n)                                                                                       \
-    static __attribute__((noinline)) void few_##n(const tile_call *c, uint32_t row) {                \
-        rows u;                                                                                      \
-        ahead k = ahead_of(row ? NULL : c->next_k, c->job->head_dim);                                \
-        ahead v = ahead_of(row ? NULL : c->next_v, c->job->head_dim);                                \
-        rows_at(n, &u, c, row);                                                                      \
-        scores_few(n, c, &u, &k);                                                                    \
-        weights(n, c, &u, row);                                                                      \
-        values(n, c, &u, row, &v);                                                                   \
+#define FEW(n)                                                                        \
+    static __attribute__((noinline)) void few_##n(const tile_call *c, uint32_t row) { \
+        rows u;                                                                       \
+        ahead k = ahead_of(row ? NULL : c->next_k, c->job->head_dim);                 \
+        ahead v = ahead_of(row ? NULL : c->next_v, c->job->head_dim);                 \
+        rows_at(n, &u, c, row);                                                       \
+        scores_few(n, c, &u, &k);                                                     \
+        weights(n, c, &u, row);                                                       \
+        values(n, c, &u, row, &v);                                                    \
     }
-#define MANY(n)                                                                                      \
-    static __attribute__((noinline)) void many_##n(const tile_call *c, uint32_t row) {               \
-        rows u;                                                                                      \
-        rows_at(n, &u, c, row);                                                                      \
-        scores_many(n, c, &u);                                                                       \
-        weights(n, c, &u, row);                                                                      \
-        values(n, c, &u, row, NULL);                                                                 \
+#define MANY(n)                                                                        \
+    static __attribute__((noinline)) void many_##n(const tile_call *c, uint32_t row) { \
+        rows u;                                                                        \
+        rows_at(n, &u, c, row);                                                        \
+        scores_many(n, c, &u);                                                         \
+        weights(n, c, &u, row);                                                        \
+        values(n, c, &u, row, NULL);                                                   \
     }
+// clang-format off
 FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8)
 MANY(1) MANY(2) MANY(3) MANY(4) MANY(5)
+    // clang-format on
 
-typedef void rows_fn(const tile_call *c, uint32_t row);
+    typedef void rows_fn(const tile_call *c, uint32_t row);
 static rows_fn *const few[MAX_ROWS] = {few_1, few_2, few_3, few_4, few_5, few_6, few_7, few_8};
 static rows_fn *const many[BLOCK_ROWS] = {many_1, many_2, many_3, many_4, many_5};
 
@@ -270,21 +282,31 @@ static void gather(tile_call *c) {
         for (uint32_t d = 0; d < head_dim; d += 16) {
             __m512i k[16];
             transpose16(c->k + x, d, k);
-            UNROLL for (int e = 0; e < 16; e++) _mm512_store_si512(c->kt + (d + (size_t)e) * ATTN_TILE + x, k[e]);
+            UNROLL for (int e = 0; e < 16; e++)
+                _mm512_store_si512(c->kt + (d + (size_t)e) * ATTN_TILE + x, k[e]);
         }
     }
     for (uint32_t x = 0; x < ATTN_TILE; x++) {
         if (!(c->present >> x & 1)) continue;
         float *v = c->vt + (size_t)x * head_dim;
-        for (uint32_t d = 0; d < head_dim; d += 16) _mm512_store_ps(v + d, _mm512_loadu_ps(c->v[x] + d));
+        for (uint32_t d = 0; d < head_dim; d += 16)
+            _mm512_store_ps(v + d, _mm512_loadu_ps(c->v[x] + d));
         c->v[x] = v;
     }
 }
 
-static void attn_tile_avx512(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile, const float *const k_rows[ATTN_TILE],
-                             const float *const v_rows[ATTN_TILE], const float *const next_k[ATTN_TILE],
-                             const float *const next_v[ATTN_TILE], attn_state *state, void *scratch) {
-    tile_call c = {.job = job, .f = attn_factors_of(job), .i0 = i0, .tile = tile, .next_k = next_k, .next_v = next_v};
+static void attn_tile_avx512(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile,
+                             const float *const k_rows[ATTN_TILE],
+                             const float *const v_rows[ATTN_TILE],
+                             const float *const next_k[ATTN_TILE],
+                             const float *const next_v[ATTN_TILE], attn_state *state,
+                             void *scratch) {
+    tile_call c = {.job = job,
+                   .f = attn_factors_of(job),
+                   .i0 = i0,
+                   .tile = tile,
+                   .next_k = next_k,
+                   .next_v = next_v};
     c.present = attn_present(k_rows, attn_seen(job, i0, i1, tile));
     if (!c.present) return;
     c.state = state;

@@ -1,6 +1,7 @@
-// What every attn_*.c needs to know about a tile: which of its 64 positions a query reads, as bits, and where the rows
-// of the job lie. A position is read iff the query sees it (causal, window) and it has a row; all others are never
-// touched, neither their memory nor, with a weight of 0, in the arithmetic (0 * Inf is a NaN).
+// What every attn_*.c needs to know about a tile: which of its 64 positions a query reads, as bits,
+// and where the rows of the job lie. A position is read iff the query sees it (causal, window) and
+// it has a row; all others are never touched, neither their memory nor, with a weight of 0, in the
+// arithmetic (0 * Inf is a NaN).
 #ifndef MF_CPU_ATTN_ROWS_H
 #define MF_CPU_ATTN_ROWS_H
 
@@ -53,8 +54,8 @@ static inline float *attn_out(const attn_job *job, uint32_t i, uint32_t g) {
     return job->out + i * job->out_stride + (size_t)g * job->head_dim;
 }
 
-// The largest exponent of a tile: never -Inf, so that "no key yet" (-Inf) stays apart from "all scores -Inf", and keys
-// of -Inf weigh 0 as they should; never -0.
+// The largest exponent of a tile: never -Inf, so that "no key yet" (-Inf) stays apart from "all
+// scores -Inf", and keys of -Inf weigh 0 as they should; never -0.
 static inline float attn_tile_max(float max_score, float c) {
     const float m = max_score * c + 0.0f;
     return m > -0x1.fffffep+127f ? m : -0x1.fffffep+127f;

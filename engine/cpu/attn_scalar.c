@@ -1,13 +1,14 @@
-// The definition of attention: softmax over the keys a query sees, in position order, one float order for every query.
-// A tile of 64 positions gives its own (max, lanes, acc), which is folded into the row's state; the fold is all that
-// attn_merge does, so a tile's state may come from another thread. Refuses nothing: a row without keys ends as NaN.
+// The definition of attention: softmax over the keys a query sees, in position order, one float
+// order for every query. A tile of 64 positions gives its own (max, lanes, acc), which is folded
+// into the row's state; the fold is all that attn_merge does, so a tile's state may come from
+// another thread. Refuses nothing: a row without keys ends as NaN.
 #include "attn_rows.h"
 
 enum { DIM = HEAD_DIM_MAX };
 
 // max' = the larger one; both sides are rescaled to it, then added.
-static void fold(uint32_t head_dim, const float *part_acc, const float *part_lanes, float part_max, float *acc,
-                 float *lanes, float *max) {
+static void fold(uint32_t head_dim, const float *part_acc, const float *part_lanes, float part_max,
+                 float *acc, float *lanes, float *max) {
     const float m = part_max > *max ? part_max : *max;
     const float old = mathf_exp2_neg(*max - m), new = mathf_exp2_neg(part_max - m);
     for (uint32_t d = 0; d < head_dim; d++) acc[d] = fmaf(part_acc[d], new, acc[d] * old);
@@ -22,8 +23,9 @@ static float score(const float *q, const float *k, uint32_t head_dim, attn_facto
 }
 
 // `keys` (not empty): the positions this row reads.
-static void tile_row(uint32_t head_dim, attn_factors f, uint64_t keys, const float *q, const float *const k_rows[ATTN_TILE],
-                     const float *const v_rows[ATTN_TILE], float *acc, float *lanes, float *max) {
+static void tile_row(uint32_t head_dim, attn_factors f, uint64_t keys, const float *q,
+                     const float *const k_rows[ATTN_TILE], const float *const v_rows[ATTN_TILE],
+                     float *acc, float *lanes, float *max) {
     float s[ATTN_TILE], tile_acc[DIM] = {0}, tile_lanes[ATTN_LANES] = {0}, top = -INFINITY;
     for (uint32_t x = 0; x < ATTN_TILE; x++) {
         if (!(keys >> x & 1)) continue;
@@ -41,9 +43,12 @@ static void tile_row(uint32_t head_dim, attn_factors f, uint64_t keys, const flo
     fold(head_dim, tile_acc, tile_lanes, m, acc, lanes, max);
 }
 
-static void attn_tile_scalar(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile, const float *const k_rows[ATTN_TILE],
-                             const float *const v_rows[ATTN_TILE], const float *const next_k[ATTN_TILE],
-                             const float *const next_v[ATTN_TILE], attn_state *state, void *scratch) {
+static void attn_tile_scalar(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile,
+                             const float *const k_rows[ATTN_TILE],
+                             const float *const v_rows[ATTN_TILE],
+                             const float *const next_k[ATTN_TILE],
+                             const float *const next_v[ATTN_TILE], attn_state *state,
+                             void *scratch) {
     (void)next_k, (void)next_v, (void)scratch;
     const uint64_t present = attn_present(k_rows, attn_seen(job, i0, i1, tile));
     const attn_factors f = attn_factors_of(job);
@@ -52,21 +57,24 @@ static void attn_tile_scalar(const attn_job *job, uint32_t i0, uint32_t i1, uint
         const uint64_t keys = present & attn_seen(job, i, i + 1, tile);
         for (uint32_t g = 0; g < job->group; g++, r++) {
             if (keys)
-                tile_row(job->head_dim, f, keys, attn_q(job, i, g), k_rows, v_rows, state->acc + r * job->head_dim,
-                         state->lanes + r * ATTN_LANES, state->max + r);
+                tile_row(job->head_dim, f, keys, attn_q(job, i, g), k_rows, v_rows,
+                         state->acc + r * job->head_dim, state->lanes + r * ATTN_LANES,
+                         state->max + r);
         }
     }
 }
 
-static void attn_merge_scalar(uint32_t n_rows, uint32_t head_dim, const attn_state *part, attn_state *state) {
+static void attn_merge_scalar(uint32_t n_rows, uint32_t head_dim, const attn_state *part,
+                              attn_state *state) {
     for (size_t r = 0; r < n_rows; r++) {
         if (part->max[r] == -INFINITY) continue;  // saw no key
-        fold(head_dim, part->acc + r * head_dim, part->lanes + r * ATTN_LANES, part->max[r], state->acc + r * head_dim,
-             state->lanes + r * ATTN_LANES, state->max + r);
+        fold(head_dim, part->acc + r * head_dim, part->lanes + r * ATTN_LANES, part->max[r],
+             state->acc + r * head_dim, state->lanes + r * ATTN_LANES, state->max + r);
     }
 }
 
-static void attn_finish_scalar(const attn_job *job, uint32_t i0, uint32_t i1, const attn_state *state) {
+static void attn_finish_scalar(const attn_job *job, uint32_t i0, uint32_t i1,
+                               const attn_state *state) {
     size_t r = 0;
     for (uint32_t i = i0; i < i1; i++) {
         for (uint32_t g = 0; g < job->group; g++, r++) {

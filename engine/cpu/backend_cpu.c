@@ -1,7 +1,9 @@
-// The CPU device: runs a planned graph on a thread pool. Owns the KV regions, the compute buffer and the pool of one engine.
+// The CPU device: runs a planned graph on a thread pool. Owns the KV regions, the compute buffer
+// and the pool of one engine.
 //
-// A step of row-wise nodes is cut into ranges of rows, and a thread runs all nodes of the step on its range; a matrix
-// product is cut into ranges of output rows; attention as attn.h says. No cut divides a sum, so none changes a bit.
+// A step of row-wise nodes is cut into ranges of rows, and a thread runs all nodes of the step on
+// its range; a matrix product is cut into ranges of output rows; attention as attn.h says. No cut
+// divides a sum, so none changes a bit.
 #include <stdlib.h>
 #include <string.h>
 
@@ -13,7 +15,7 @@
 #include "kernels.h"
 
 enum {
-    TASKS_PER_THREAD = 8,      // of a large step: what a thread that falls behind leaves to the others
+    TASKS_PER_THREAD = 8,  // of a large step: what a thread that falls behind leaves to the others
     INLINE_ELEMENTS = 1 << 14  // a row-wise step below this is not worth waking a thread for
 };
 
@@ -22,12 +24,12 @@ struct backend {
     const cpu_kernels *k;
     pool *threads;
     uint32_t *layer_group, *layer_window;
-    double *freq;              // [ROPE_KINDS][n_rot/2]
+    double *freq;                  // [ROPE_KINDS][n_rot/2]
     float **k_region, **v_region;  // [n_layer], each [cells of its group][n_head_kv * head_dim]
     size_t region_bytes[KV_MAX_GROUPS], kv_bytes;
     uint8_t *buffer;
     size_t buffer_bytes;
-    attn_seq *attn_seqs;       // [n_batch]
+    attn_seq *attn_seqs;  // [n_batch]
     void *attn_scratch;
     size_t attn_scratch_bytes;
 };
@@ -49,7 +51,8 @@ static uint32_t kv_width(const backend *b) { return b->c.n_head_kv * b->c.head_d
 
 static float *row_of(const pass *s, int32_t v, uint32_t row) {
     const graph_value *value = &s->g->values[v];
-    float *base = value->format == VALUE_LOGITS ? s->logits : (float *)(s->b->buffer + value->offset);
+    float *base =
+        value->format == VALUE_LOGITS ? s->logits : (float *)(s->b->buffer + value->offset);
     return base + (size_t)row * value->width;
 }
 
@@ -59,8 +62,11 @@ static act_q8 q8_of(const pass *s, int32_t v) {
     const uint32_t rows = value->rows == ROWS_TOKENS ? s->in->n_tokens : s->in->n_outputs;
     const q8_layout l = graph_q8_layout(value->width, rows);
     uint8_t *base = s->b->buffer + value->offset;
-    return (act_q8){.n_tokens = rows, .q = (int8_t *)(base + l.q), .d = (float *)(base + l.d),
-                    .neg_sum = (int32_t *)(base + l.neg_sum), .neg_half = (int32_t *)(base + l.neg_half)};
+    return (act_q8){.n_tokens = rows,
+                    .q = (int8_t *)(base + l.q),
+                    .d = (float *)(base + l.d),
+                    .neg_sum = (int32_t *)(base + l.neg_sum),
+                    .neg_half = (int32_t *)(base + l.neg_half)};
 }
 
 static void rope_table(const pass *s, const graph_node *n, uint32_t row) {
@@ -96,8 +102,8 @@ static void norm(const pass *s, const graph_node *n, uint32_t row) {
 static void rope(const pass *s, const graph_node *n, uint32_t row) {
     const backend *b = s->b;
     const float *table = row_of(s, n->in[1], row);
-    b->k->rope(row_of(s, n->in[0], row), table, table + b->c.n_rot / 2, n->parts, b->c.head_dim, b->c.n_rot,
-               b->c.rope_interleaved);
+    b->k->rope(row_of(s, n->in[0], row), table, table + b->c.n_rot / 2, n->parts, b->c.head_dim,
+               b->c.n_rot, b->c.rope_interleaved);
 }
 
 static void run_row(const pass *s, const graph_node *n, uint32_t row) {
@@ -110,16 +116,39 @@ static void run_row(const pass *s, const graph_node *n, uint32_t row) {
             panels_row(y, &cpu(n->w[0])->p, (uint32_t)s->in->tokens[row]);
             if (n->f != 1.0f) k->scale(y, y, n->f, width);
             break;
-        case OP_ROPE_TABLE: rope_table(s, n, row); break;
-        case OP_NORM: norm(s, n, row); break;
-        case OP_BIAS: k->add(y, y, cpu(n->w[0])->vec, width); break;
-        case OP_ROPE: rope(s, n, row); break;
-        case OP_KV_STORE: kv_store(s, n, row); break;
-        case OP_GLU: k->glu(y, x, row_of(s, n->in[1], row), width, n->kind == GLU_SILU ? ACT_SILU : ACT_GELU_TANH); break;
-        case OP_ADD: k->add(y, y, row_of(s, n->in[1], row), width); break;
-        case OP_TAKE_ROWS: memcpy(y, row_of(s, n->in[0], s->in->outputs[row]), width * sizeof(float)); break;
-        case OP_SOFTCAP: k->softcap(y, y, n->f, width); break;
-        case OP_QUANTIZE: case OP_MATMUL: case OP_ATTN: case OP_COUNT: break;
+        case OP_ROPE_TABLE:
+            rope_table(s, n, row);
+            break;
+        case OP_NORM:
+            norm(s, n, row);
+            break;
+        case OP_BIAS:
+            k->add(y, y, cpu(n->w[0])->vec, width);
+            break;
+        case OP_ROPE:
+            rope(s, n, row);
+            break;
+        case OP_KV_STORE:
+            kv_store(s, n, row);
+            break;
+        case OP_GLU:
+            k->glu(y, x, row_of(s, n->in[1], row), width,
+                   n->kind == GLU_SILU ? ACT_SILU : ACT_GELU_TANH);
+            break;
+        case OP_ADD:
+            k->add(y, y, row_of(s, n->in[1], row), width);
+            break;
+        case OP_TAKE_ROWS:
+            memcpy(y, row_of(s, n->in[0], s->in->outputs[row]), width * sizeof(float));
+            break;
+        case OP_SOFTCAP:
+            k->softcap(y, y, n->f, width);
+            break;
+        case OP_QUANTIZE:
+        case OP_MATMUL:
+        case OP_ATTN:
+        case OP_COUNT:
+            break;
     }
 }
 
@@ -146,7 +175,8 @@ static void run_rows(pass *s) {
         const int32_t v = n->out[0] == GRAPH_NONE ? n->in[0] : n->out[0];
         elements += (size_t)s->n_rows * s->g->values[v].width;
     }
-    const uint32_t tasks = elements < INLINE_ELEMENTS ? 1 : pool_threads(s->b->threads) * TASKS_PER_THREAD;
+    const uint32_t tasks =
+        elements < INLINE_ELEMENTS ? 1 : pool_threads(s->b->threads) * TASKS_PER_THREAD;
     s->rows_per_task = u32_max(1, (s->n_rows + tasks - 1) / tasks);
     pool_run(s->b->threads, row_task, s, (s->n_rows + s->rows_per_task - 1) / s->rows_per_task);
 }
@@ -158,14 +188,16 @@ static void matmul_task(void *arg, uint32_t task, uint32_t thread) {
     const graph_node *n = s->node;
     matmul_input x = {.f = row_of(s, n->in[0], 0), .f_stride = s->g->values[n->in[0]].width};
     if (n->in[1] != GRAPH_NONE) x.q = q8_of(s, n->in[1]);
-    const uint32_t from = task * s->panels_per_task, to = u32_min(from + s->panels_per_task, s->n_panels);
+    const uint32_t from = task * s->panels_per_task,
+                   to = u32_min(from + s->panels_per_task, s->n_panels);
     uint32_t base = 0;
     for (uint32_t i = 0; i < n->n_mats; i++) {
         const panels *p = &cpu(n->w[i])->p;
         const uint32_t p0 = from > base ? from - base : 0;
         const uint32_t p1 = to > base ? u32_min(to - base, p->n_panels) : 0;
         if (p0 < p1)
-            s->b->k->matmul[p->type](row_of(s, n->out[i], 0), p->n_rows, p, p0, p1, &x, 0, s->n_rows);
+            s->b->k->matmul[p->type](row_of(s, n->out[i], 0), p->n_rows, p, p0, p1, &x, 0,
+                                     s->n_rows);
         base += p->n_panels;
     }
 }
@@ -176,7 +208,8 @@ static void run_matmul(pass *s) {
     const uint32_t threads = pool_threads(s->b->threads);
     const uint32_t tasks = threads == 1 ? 1 : threads * TASKS_PER_THREAD;
     s->panels_per_task = (s->n_panels + tasks - 1) / tasks;
-    pool_run(s->b->threads, matmul_task, s, (s->n_panels + s->panels_per_task - 1) / s->panels_per_task);
+    pool_run(s->b->threads, matmul_task, s,
+             (s->n_panels + s->panels_per_task - 1) / s->panels_per_task);
 }
 
 static void run_attn(pass *s) {
@@ -186,21 +219,36 @@ static void run_attn(pass *s) {
     attn_seq *seqs = b->attn_seqs;
     for (uint32_t i = 0; i < s->in->n_runs; i++) {
         const batch_run *r = &s->in->runs[i];
-        seqs[i] = (attn_seq){.first_token = r->first_token, .n_tokens = r->n_tokens, .pos0 = r->pos0,
-                             .spans = group->spans[i], .n_spans = group->n_spans[i]};
+        seqs[i] = (attn_seq){.first_token = r->first_token,
+                             .n_tokens = r->n_tokens,
+                             .pos0 = r->pos0,
+                             .spans = group->spans[i],
+                             .n_spans = group->n_spans[i]};
     }
     const uint32_t width = b->c.n_head * b->c.head_dim;
     const attn_batch job = {
-        .seqs = seqs, .n_seqs = s->in->n_runs, .q = row_of(s, n->in[0], 0), .q_stride = width,
-        .out = row_of(s, n->out[0], 0), .out_stride = width, .k_region = b->k_region[n->layer],
-        .v_region = b->v_region[n->layer], .n_head = b->c.n_head, .n_head_kv = b->c.n_head_kv,
-        .head_dim = b->c.head_dim, .window = b->layer_window[n->layer], .scale = b->c.attn_scale,
-        .softcap = b->c.attn_softcap, .scratch = b->attn_scratch, .scratch_bytes = b->attn_scratch_bytes,
+        .seqs = seqs,
+        .n_seqs = s->in->n_runs,
+        .q = row_of(s, n->in[0], 0),
+        .q_stride = width,
+        .out = row_of(s, n->out[0], 0),
+        .out_stride = width,
+        .k_region = b->k_region[n->layer],
+        .v_region = b->v_region[n->layer],
+        .n_head = b->c.n_head,
+        .n_head_kv = b->c.n_head_kv,
+        .head_dim = b->c.head_dim,
+        .window = b->layer_window[n->layer],
+        .scale = b->c.attn_scale,
+        .softcap = b->c.attn_softcap,
+        .scratch = b->attn_scratch,
+        .scratch_bytes = b->attn_scratch_bytes,
     };
     attn_run(b->k, b->threads, &job);
 }
 
-static int cpu_compute(backend *b, const graph *g, const batch *in, float *logits, const atomic_int *cancel) {
+static int cpu_compute(backend *b, const graph *g, const batch *in, float *logits,
+                       const atomic_int *cancel) {
     pass s = {.b = b, .g = g, .in = in, .logits = logits};
     for (uint32_t i = 0; i < g->n_steps; i++) {
         if (atomic_load_explicit(cancel, memory_order_relaxed))
@@ -209,9 +257,14 @@ static int cpu_compute(backend *b, const graph *g, const batch *in, float *logit
         s.node = &g->nodes[s.step->first];
         s.n_rows = s.step->rows == ROWS_TOKENS ? in->n_tokens : in->n_outputs;
         switch (s.node->op) {
-            case OP_MATMUL: run_matmul(&s); break;
-            case OP_ATTN: run_attn(&s); break;
-            default: run_rows(&s);
+            case OP_MATMUL:
+                run_matmul(&s);
+                break;
+            case OP_ATTN:
+                run_attn(&s);
+                break;
+            default:
+                run_rows(&s);
         }
     }
     return MF_OK;
@@ -258,7 +311,9 @@ static int find_kernels(const cpu_kernels **out, const char *isa) {
         return MF_OK;
     }
     *out = kernels_find(isa);
-    return *out ? MF_OK : fail(MF_ARG, "%s: \"%.20s\" is not among %s, which this machine runs", origin, isa, mf_isas());
+    return *out ? MF_OK
+                : fail(MF_ARG, "%s: \"%.20s\" is not among %s, which this machine runs", origin,
+                       isa, mf_isas());
 }
 
 // Copies what the configuration points at: an engine outlives its caller's arrays.
@@ -271,7 +326,8 @@ static int copy_config(backend *b, const backend_config *c) {
     if (!b->layer_group || !b->layer_window || !b->freq) return MF_NOMEM;
     memcpy(b->layer_group, c->layer_group, c->n_layer * sizeof *b->layer_group);
     memcpy(b->layer_window, c->layer_window, c->n_layer * sizeof *b->layer_window);
-    for (uint32_t k = 0; k < ROPE_KINDS; k++) memcpy(b->freq + k * half, c->rope[k].freq, half * sizeof *b->freq);
+    for (uint32_t k = 0; k < ROPE_KINDS; k++)
+        memcpy(b->freq + k * half, c->rope[k].freq, half * sizeof *b->freq);
     return MF_OK;
 }
 
@@ -281,7 +337,9 @@ static int alloc_regions(backend *b, const backend_config *c) {
     if (!b->k_region || !b->v_region) return MF_NOMEM;
     for (uint32_t g = 0; g < c->n_groups; g++)
         if (!size_mul(&b->region_bytes[g], c->group_cells[g], kv_width(b) * sizeof(float)))
-            return fail(MF_LIMIT, "a KV region of %u cells does not fit in memory; use a smaller n_ctx", c->group_cells[g]);
+            return fail(MF_LIMIT,
+                        "a KV region of %u cells does not fit in memory; use a smaller n_ctx",
+                        c->group_cells[g]);
     for (uint32_t i = 0; i < c->n_layer; i++) {
         const size_t bytes = b->region_bytes[b->layer_group[i]];
         b->k_region[i] = mem_pages(bytes);
@@ -293,8 +351,12 @@ static int alloc_regions(backend *b, const backend_config *c) {
 }
 
 static int alloc_attn(backend *b, const backend_config *c) {
-    const attn_limits limits = {.n_ctx = c->n_ctx, .n_batch = c->n_batch, .n_head = c->n_head, .n_head_kv = c->n_head_kv,
-                                .head_dim = c->head_dim, .n_threads = pool_threads(b->threads)};
+    const attn_limits limits = {.n_ctx = c->n_ctx,
+                                .n_batch = c->n_batch,
+                                .n_head = c->n_head,
+                                .n_head_kv = c->n_head_kv,
+                                .head_dim = c->head_dim,
+                                .n_threads = pool_threads(b->threads)};
     b->attn_scratch_bytes = attn_scratch_bytes(&limits);
     b->attn_scratch = mem_pages(b->attn_scratch_bytes);
     b->attn_seqs = mem_alloc(c->n_batch, sizeof *b->attn_seqs);
@@ -318,7 +380,9 @@ failed:
 }
 
 static void cpu_stats(const backend *b, backend_stats *out) {
-    *out = (backend_stats){.isa = b->k->name, .n_threads = pool_threads(b->threads), .kv_bytes = b->kv_bytes,
+    *out = (backend_stats){.isa = b->k->name,
+                           .n_threads = pool_threads(b->threads),
+                           .kv_bytes = b->kv_bytes,
                            .compute_bytes = b->buffer_bytes + b->attn_scratch_bytes};
 }
 

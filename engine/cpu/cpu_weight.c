@@ -1,4 +1,5 @@
-// Owns the CPU's form of weights. A matrix is packed once, by all threads, and the file's bytes are not needed after.
+// Owns the CPU's form of weights. A matrix is packed once, by all threads, and the file's bytes are
+// not needed after.
 #include "cpu_weight.h"
 
 #include <math.h>
@@ -31,7 +32,8 @@ static void pack_task(void *arg, uint32_t task, uint32_t thread) {
 int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t *n_done) {
     panels p;
     if (t->dims[0] > UINT32_MAX || t->dims[1] > UINT32_MAX)
-        return fail(MF_LIMIT, "tensor %.*s is larger than 2^32 in a dimension", (int)t->name_len, t->name);
+        return fail(MF_LIMIT, "tensor %.*s is larger than 2^32 in a dimension", (int)t->name_len,
+                    t->name);
     TRY(panels_layout(&p, t->type, (uint32_t)t->dims[1], (uint32_t)t->dims[0]));
     cpu_weight *w = mem_alloc(1, sizeof *w);
     if (!w) return MF_NOMEM;
@@ -43,14 +45,18 @@ int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t 
     w->base = (weight){.type = t->type, .n_rows = p.n_rows, .n_cols = p.n_cols, .bytes = p.bytes};
     w->p = p;
     const uint32_t per_task = u32_max(1, (uint32_t)(PACK_BYTES / p.panel_bytes));
-    packing job = {.p = &w->p, .rows = t->data, .panels_per_task = per_task,
-                   .row_bytes = t->bytes / t->dims[1], .n_done = n_done};
+    packing job = {.p = &w->p,
+                   .rows = t->data,
+                   .panels_per_task = per_task,
+                   .row_bytes = t->bytes / t->dims[1],
+                   .n_done = n_done};
     pool_run(threads, pack_task, &job, (p.n_panels + per_task - 1) / per_task);
     *out = &w->base;
     return MF_OK;
 }
 
-// Vectors are norm weights and biases; a panel of one row gives their exact values whatever the type.
+// Vectors are norm weights and biases; a panel of one row gives their exact values whatever the
+// type.
 int cpu_vector_load(weight **out, const gguf_tensor *t) {
     if (t->dims[0] > UINT32_MAX)
         return fail(MF_LIMIT, "tensor %.*s has more than 2^32 elements", (int)t->name_len, t->name);
@@ -68,7 +74,8 @@ int cpu_vector_load(weight **out, const gguf_tensor *t) {
     panels_pack(&p, t->data, 0, 1);
     panels_row(vec, &p, 0);
     mem_pages_free(p.data, p.bytes);
-    w->base = (weight){.type = DTYPE_F32, .n_rows = 1, .n_cols = p.n_cols, .bytes = p.n_cols * sizeof *vec};
+    w->base = (weight){
+        .type = DTYPE_F32, .n_rows = 1, .n_cols = p.n_cols, .bytes = p.n_cols * sizeof *vec};
     w->vec = vec;
     *out = &w->base;
     return MF_OK;

@@ -1,5 +1,6 @@
-// Owns the kernel tables: made once, the scalar definitions first, then each instruction set of this machine on top of the
-// one before. Refuses an instruction set that the processor or the operating system does not support.
+// Owns the kernel tables: made once, the scalar definitions first, then each instruction set of
+// this machine on top of the one before. Refuses an instruction set that the processor or the
+// operating system does not support.
 #include <pthread.h>
 #include <string.h>
 
@@ -39,8 +40,9 @@ static void add_native(void) {
     matmul_init_avx2(k);
     ops_init_avx2(k);
     attn_init_avx2(k);
-    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vnni")))
+    if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+          __builtin_cpu_supports("avx512vnni")))
         return;
     k = table_add("avx512");
     matmul_init_avx512(k);

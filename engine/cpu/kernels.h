@@ -1,9 +1,11 @@
-// The CPU's arithmetic: one table of functions per instruction set. The *_scalar.c files are the definition; every
-// other table must equal it bit for bit, for any split of the work (tests/kernel_check.c compares them by memcmp).
+// The CPU's arithmetic: one table of functions per instruction set. The *_scalar.c files are the
+// definition; every other table must equal it bit for bit, for any split of the work
+// (tests/kernel_check.c compares them by memcmp).
 //
-// Rules that make this possible: SIMD lanes are outputs, so each output is summed in one order; integer dots are exact;
-// norms reduce on a virtual 16-lane machine; no contraction by the compiler, every fma is written; results are
-// canonical: no kernel that sums returns -0 where noted, and a NaN is always the quiet NaN 0x7fc00000.
+// Rules that make this possible: SIMD lanes are outputs, so each output is summed in one order;
+// integer dots are exact; norms reduce on a virtual 16-lane machine; no contraction by the
+// compiler, every fma is written; results are canonical: no kernel that sums returns -0 where
+// noted, and a NaN is always the quiet NaN 0x7fc00000.
 #ifndef MF_CPU_KERNELS_H
 #define MF_CPU_KERNELS_H
 
@@ -11,52 +13,64 @@
 #include "panel.h"
 
 enum {
-    ACT_BLOCK = 32,      // elements that share one activation scale
-    ATTN_TILE = 64,      // positions per attention tile, aligned to position 0
-    ATTN_LANES = 16,     // virtual lanes of the softmax denominator
-    HEAD_DIM_MAX = 512   // head_dim is a multiple of 16
+    ACT_BLOCK = 32,     // elements that share one activation scale
+    ATTN_TILE = 64,     // positions per attention tile, aligned to position 0
+    ATTN_LANES = 16,    // virtual lanes of the softmax denominator
+    HEAD_DIM_MAX = 512  // head_dim is a multiple of 16
 };
 
-// Activations of n_tokens tokens, quantised: x ~ q * d, |q| <= 127, in blocks of 32, block-major so that a weight block
-// meets its tokens side by side. d = amax/127; q = x * (127/amax) to nearest, ties to even. A block whose amax is below
-// 0x1p-100 is zero (q = 0, d = 0); one with a NaN or Inf has q = 0, d = NaN.
+// Activations of n_tokens tokens, quantised: x ~ q * d, |q| <= 127, in blocks of 32, block-major so
+// that a weight block meets its tokens side by side. d = amax/127; q = x * (127/amax) to nearest,
+// ties to even. A block whose amax is below 0x1p-100 is zero (q = 0, d = 0); one with a NaN or Inf
+// has q = 0, d = NaN.
 typedef struct act_q8 {
-    uint32_t n_tokens;    // the stride between blocks
-    int8_t *q;            // [n_blocks][n_tokens][32], 64-byte aligned
-    float *d;             // [n_blocks][n_tokens]
-    int32_t *neg_sum;     // [n_blocks][n_tokens]       -(sum of q)
-    int32_t *neg_half;    // [n_blocks][n_tokens][2]    the same for elements 0..15 and 16..31
+    uint32_t n_tokens;  // the stride between blocks
+    int8_t *q;          // [n_blocks][n_tokens][32], 64-byte aligned
+    float *d;           // [n_blocks][n_tokens]
+    int32_t *neg_sum;   // [n_blocks][n_tokens]       -(sum of q)
+    int32_t *neg_half;  // [n_blocks][n_tokens][2]    the same for elements 0..15 and 16..31
 } act_q8;
 
 typedef struct matmul_input {
-    const float *f;   // [n_tokens][f_stride]; read by weights in F32, F16, BF16
+    const float *f;  // [n_tokens][f_stride]; read by weights in F32, F16, BF16
     size_t f_stride;
-    act_q8 q;         // read by all others; n_cols % 32 == 0
+    act_q8 q;  // read by all others; n_cols % 32 == 0
 } matmul_input;
 
-// y[t * y_stride + r] = W[r] . x[t] for the rows of panels [p0, p1) and tokens [t0, t1). Rows beyond n_rows are not
-// written. Float weights: fma over columns in order. Quantised: per block of 32 columns, in order,
-//   f = fma((float)dot, scale * d, f), then, for types with minima, f = fma((float)neg_sum, min * d, f);
+// y[t * y_stride + r] = W[r] . x[t] for the rows of panels [p0, p1) and tokens [t0, t1). Rows
+// beyond n_rows are not written. Float weights: fma over columns in order. Quantised: per block of
+// 32 columns, in order,
+//   f = fma((float)dot, scale * d, f), then, for types with minima, f = fma((float)neg_sum, min *
+//   d, f);
 // see panel.h for scale, min and dot per type. Result + 0 (no -0), NaN canonical.
-typedef void matmul_fn(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1, const matmul_input *x,
-                       uint32_t t0, uint32_t t1);
+typedef void matmul_fn(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                       const matmul_input *x, uint32_t t0, uint32_t t1);
 
-// One KV head's attention. Rows r = i * group + g are query i (position pos0 + i), query head g of the KV head.
+// One KV head's attention. Rows r = i * group + g are query i (position pos0 + i), query head g of
+// the KV head.
 typedef struct attn_job {
-    const float *q;        // row r at q + i * q_stride + g * head_dim
+    const float *q;  // row r at q + i * q_stride + g * head_dim
     size_t q_stride;
-    float *out;            // same layout, own stride
+    float *out;  // same layout, own stride
     size_t out_stride;
     uint32_t head_dim;
-    uint32_t group;        // query heads per KV head
+    uint32_t group;  // query heads per KV head
     uint32_t n_queries;
     uint32_t pos0;
-    uint32_t window;       // keys a query sees, itself included; UINT32_MAX: all
-    float scale;           // of q . k
-    float softcap;         // 0: none; else cap * tanh(scale * dot / cap)
+    uint32_t window;  // keys a query sees, itself included; UINT32_MAX: all
+    float scale;      // of q . k
+    float softcap;    // 0: none; else cap * tanh(scale * dot / cap)
 } attn_job;
 
-// Attention state of rows: acc [n_rows][head_dim], lanes [n_rows][16], max [n_rows]; start: 0, 0, -Inf.
+// Softmax over the keys a query sees, in position order, tile by tile. Of the keys a row reads in a
+// tile: dot = fma over elements in order; with a soft cap dot = cap * tanh(dot * (scale / cap));
+// c = log2(e) * scale, or log2(e) with a soft cap. max_t = c * (largest dot, NaNs passed over) + 0,
+// at least -FLT_MAX; p = exp2(min(fma(dot, c, -max_t), 0)); lane i sums p of keys i, i+16, ...;
+// acc_t = fma of p * v over keys in order. Then, max' being the larger of max and max_t,
+// acc = fma(acc_t, exp2(max_t - max'), acc * exp2(max - max')), lanes likewise.
+//
+// Attention state of rows: acc [n_rows][head_dim], lanes [n_rows][16], max [n_rows]; start: 0, 0,
+// -Inf. A max of -Inf means that the row has read no key yet.
 typedef struct attn_state {
     float *acc, *lanes, *max;
 } attn_state;
@@ -64,14 +78,21 @@ typedef struct attn_state {
 // Per-thread scratch of an attention kernel, 64-byte aligned.
 enum { ATTN_SCRATCH_BYTES = (HEAD_DIM_MAX * ATTN_TILE * 2 + 16 * ATTN_TILE + 64) * 4 };
 
-// Folds one tile into the state of the queries [i0, i1) (state row 0 is query i0, head 0). k_rows[x], v_rows[x]: f32 rows of
-// position tile * 64 + x, valid where some query sees that position (others must not be read). next_k, next_v:
-// the following tile's, NULL entries where absent; for prefetch only.
-typedef void attn_tile_fn(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile, const float *const k_rows[ATTN_TILE],
-                          const float *const v_rows[ATTN_TILE], const float *const next_k[ATTN_TILE],
+// Folds one tile into the state of the queries [i0, i1) (state row 0 is query i0, head 0).
+// k_rows[x], v_rows[x]: head_dim floats of position tile * 64 + x, both NULL where the position has
+// no row: an absent key is not touched, neither its memory nor, with p = 0, in the sums. Entries of
+// positions that no query of [i0, i1) sees are not looked at. A row that reads no key of the tile
+// keeps its state. next_k, next_v: the following tile's, NULL entries where absent; for prefetch
+// only.
+typedef void attn_tile_fn(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile,
+                          const float *const k_rows[ATTN_TILE],
+                          const float *const v_rows[ATTN_TILE],
+                          const float *const next_k[ATTN_TILE],
                           const float *const next_v[ATTN_TILE], attn_state *state, void *scratch);
-// Folds `part` (the state of one tile alone) into `state`, in the order of tiles, exactly as attn_tile does.
-typedef void attn_merge_fn(uint32_t n_rows, uint32_t head_dim, const attn_state *part, attn_state *state);
+// Folds `part` (the state of one tile alone) into `state`, exactly as attn_tile does; called in the
+// order of tiles. Rows of `part` that have read no key change nothing.
+typedef void attn_merge_fn(uint32_t n_rows, uint32_t head_dim, const attn_state *part,
+                           attn_state *state);
 // out = acc / tree(lanes) + 0, one NaN; writes the rows of the queries [i0, i1).
 typedef void attn_finish_fn(const attn_job *job, uint32_t i0, uint32_t i1, const attn_state *state);
 
@@ -82,14 +103,18 @@ typedef struct cpu_kernels {
     matmul_fn *matmul[DTYPE_COUNT];
 
     // Quantises tokens [t0, t1) of x [.][x_stride], n_cols columns (a multiple of 32).
-    void (*quantize)(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols, uint32_t t0, uint32_t t1);
-    // y = x / sqrt(mean(x^2) + eps) * w. The mean's sum: lane i adds x^2 (fma) over i, i+16, ...; tree 8, 4, 2, 1. w may be NULL. y may be x.
+    void (*quantize)(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols, uint32_t t0,
+                     uint32_t t1);
+    // y = x * (1 / sqrt(mean(x^2) + eps)) * w. The mean's sum: lane i adds x^2 (fma) over i, i+16,
+    // ...; tree 8, 4, 2, 1. w may be NULL. y may be x, in all that follow too.
     void (*rms_norm)(float *y, const float *x, const float *w, uint32_t n, float eps);
-    // Rotates the first n_rot elements of each of n_heads heads in place; cos, sin [n_rot/2]. Pairs are (i, i + n_rot/2), or
-    // (2i, 2i+1) if interleaved. x0' = fma(x0, c, -(x1*s)), x1' = fma(x1, c, x0*s).
-    void (*rope)(float *x, const float *cos, const float *sin, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-                 bool interleaved);
-    void (*glu)(float *y, const float *gate, const float *up, uint32_t n, act_kind kind);  // act(gate) * up
+    // Rotates the first n_rot elements of each of n_heads heads in place; cos, sin [n_rot/2]. Pairs
+    // are (i, i + n_rot/2), or (2i, 2i+1) if interleaved. x0' = fma(x0, c, -(x1*s)), x1' = fma(x1,
+    // c, x0*s).
+    void (*rope)(float *x, const float *cos, const float *sin, uint32_t n_heads, uint32_t head_dim,
+                 uint32_t n_rot, bool interleaved);
+    void (*glu)(float *y, const float *gate, const float *up, uint32_t n,
+                act_kind kind);  // act(gate) * up
     void (*add)(float *y, const float *a, const float *b, uint32_t n);
     void (*scale)(float *y, const float *x, float by, uint32_t n);
     void (*softcap)(float *y, const float *x, float cap, uint32_t n);  // cap * tanh(x / cap)
@@ -101,10 +126,11 @@ typedef struct cpu_kernels {
 
 // Tables, NULL where this build or machine has none. Best first in kernels_list.
 const cpu_kernels *kernels_scalar(void);
-const cpu_kernels *kernels_find(const char *isa);          // NULL: unknown name or not present
+const cpu_kernels *kernels_find(const char *isa);  // NULL: unknown name or not present
 size_t kernels_list(const cpu_kernels *list[8]);
 
-// Each ISA's files fill in what they have, on top of the scalar table (dispatch.c calls them in ISA order).
+// Each ISA's files fill in what they have, on top of the scalar table (dispatch.c calls them in ISA
+// order).
 void matmul_init_scalar(cpu_kernels *k);
 void matmul_init_avx2(cpu_kernels *k);
 void matmul_init_avx512(cpu_kernels *k);

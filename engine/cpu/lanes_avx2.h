@@ -1,4 +1,5 @@
-// The vector of ops_lanes.h and attn_lanes.h on AVX2 and FMA: 8 floats. Include from files compiled for it only.
+// The vector of ops_lanes.h and attn_lanes.h on AVX2 and FMA: 8 floats. Include from files compiled
+// for it only.
 #ifndef MF_CPU_LANES_AVX2_H
 #define MF_CPU_LANES_AVX2_H
 
@@ -25,17 +26,21 @@ static inline vm v_less(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_LT_OQ); }
 static inline vm v_equal(vf a, vf b) { return _mm256_cmp_ps(a, b, _CMP_EQ_OQ); }
 static inline vf v_select(vm m, vf a, vf b) { return _mm256_blendv_ps(b, a, m); }  // m ? a : b
 // The low bits of a sum with MATHF_MAGIC, as the exponent of a power of two.
-static inline vf v_exponent(vf t) { return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23)); }
+static inline vf v_exponent(vf t) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(t), 23));
+}
 
 // Lane i: bit i.
 static inline vm v_mask(uint32_t bits) {
     const __m256i bit = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
-    return _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), bit), bit));
+    return _mm256_castsi256_ps(
+        _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32((int)bits), bit), bit));
 }
 
 // Elements of even and of odd index of a, b in sequence; and back.
 static inline void v_unzip(vf *even, vf *odd, vf a, vf b) {
-    const __m256d e = _mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)), o = _mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xdd));
+    const __m256d e = _mm256_castps_pd(_mm256_shuffle_ps(a, b, 0x88)),
+                  o = _mm256_castps_pd(_mm256_shuffle_ps(a, b, 0xdd));
     *even = _mm256_castpd_ps(_mm256_permute4x64_pd(e, 0xd8));
     *odd = _mm256_castpd_ps(_mm256_permute4x64_pd(o, 0xd8));
 }
@@ -46,7 +51,8 @@ static inline void v_zip(vf *a, vf *b, vf even, vf odd) {
     *b = _mm256_permute2f128_ps(l, h, 0x31);
 }
 
-// Columns of the LANES x LANES block whose row i starts at rows[i] + d: column x to out + x * stride.
+// Columns of the LANES x LANES block whose row i starts at rows[i] + d: column x to out + x *
+// stride.
 static inline void v_transpose(float *out, size_t stride, const float *const *rows, size_t d) {
     vf r[8], a[8], b[8];
     for (int i = 0; i < 8; i++) r[i] = v_load(rows[i] + d);
@@ -71,7 +77,8 @@ static inline uint32_t v_top32(const float *x) {
     const __m256i magnitude = _mm256_set1_epi32(0x7fffffff);
     __m256i top = _mm256_setzero_si256();
     for (int i = 0; i < 32; i += 8)
-        top = _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(v_load(x + i)), magnitude));
+        top =
+            _mm256_max_epi32(top, _mm256_and_si256(_mm256_castps_si256(v_load(x + i)), magnitude));
     __m128i t = _mm_max_epi32(_mm256_castsi256_si128(top), _mm256_extracti128_si256(top, 1));
     t = _mm_max_epi32(t, _mm_shuffle_epi32(t, 0x4e));
     return (uint32_t)_mm_cvtsi128_si32(_mm_max_epi32(t, _mm_shuffle_epi32(t, 0xb1)));
@@ -80,7 +87,8 @@ static inline uint32_t v_top32(const float *x) {
 // q = x * inverse, to nearest, ties to even; returns the sum.
 static inline int32_t v_quantize16(int8_t *q, const float *x, float inverse) {
     const vf by = v_set1(inverse);
-    const __m256i a = _mm256_cvtps_epi32(v_mul(v_load(x), by)), b = _mm256_cvtps_epi32(v_mul(v_load(x + 8), by));
+    const __m256i a = _mm256_cvtps_epi32(v_mul(v_load(x), by)),
+                  b = _mm256_cvtps_epi32(v_mul(v_load(x + 8), by));
     const __m256i w = _mm256_permute4x64_epi64(_mm256_packs_epi32(a, b), 0xd8);
     const __m128i c = _mm_packs_epi16(_mm256_castsi256_si128(w), _mm256_extracti128_si256(w, 1));
     _mm_storeu_si128((__m128i *)q, c);

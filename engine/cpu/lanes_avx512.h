@@ -1,4 +1,5 @@
-// The vector of ops_lanes.h on AVX-512 (F, BW, VL, DQ): 16 floats. Include from files compiled for it only.
+// The vector of ops_lanes.h on AVX-512 (F, BW, VL, DQ): 16 floats. Include from files compiled for
+// it only.
 #ifndef MF_CPU_LANES_AVX512_H
 #define MF_CPU_LANES_AVX512_H
 
@@ -25,7 +26,9 @@ static inline vm v_less(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ
 static inline vm v_equal(vf a, vf b) { return _mm512_cmp_ps_mask(a, b, _CMP_EQ_OQ); }
 static inline vf v_select(vm m, vf a, vf b) { return _mm512_mask_blend_ps(m, b, a); }  // m ? a : b
 // The low bits of a sum with MATHF_MAGIC, as the exponent of a power of two.
-static inline vf v_exponent(vf t) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23)); }
+static inline vf v_exponent(vf t) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(t), 23));
+}
 
 // Elements of even and of odd index of a, b in sequence; and back.
 static inline void v_unzip(vf *even, vf *odd, vf a, vf b) {

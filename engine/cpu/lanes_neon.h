@@ -46,10 +46,13 @@ static inline void v_zip(vf *a, vf *b, vf even, vf odd) {
     *b = vzip2q_f32(even, odd);
 }
 
-// Columns of the LANES x LANES block whose row i starts at rows[i] + d: column x to out + x * stride.
+// Columns of the LANES x LANES block whose row i starts at rows[i] + d: column x to out + x *
+// stride.
 static inline void v_transpose(float *out, size_t stride, const float *const *rows, size_t d) {
-    const vf a = v_load(rows[0] + d), b = v_load(rows[1] + d), c = v_load(rows[2] + d), e = v_load(rows[3] + d);
-    const vf l0 = vzip1q_f32(a, c), l1 = vzip1q_f32(b, e), h0 = vzip2q_f32(a, c), h1 = vzip2q_f32(b, e);
+    const vf a = v_load(rows[0] + d), b = v_load(rows[1] + d), c = v_load(rows[2] + d),
+             e = v_load(rows[3] + d);
+    const vf l0 = vzip1q_f32(a, c), l1 = vzip1q_f32(b, e), h0 = vzip2q_f32(a, c),
+             h1 = vzip2q_f32(b, e);
     v_store(out, vzip1q_f32(l0, l1));
     v_store(out + stride, vzip2q_f32(l0, l1));
     v_store(out + 2 * stride, vzip1q_f32(h0, h1));
@@ -59,7 +62,8 @@ static inline void v_transpose(float *out, size_t stride, const float *const *ro
 // Bits of the largest magnitude of 32 floats, as an integer.
 static inline uint32_t v_top32(const float *x) {
     uint32x4_t top = vdupq_n_u32(0);
-    for (int i = 0; i < 32; i += 4) top = vmaxq_u32(top, vandq_u32(v_bits(v_load(x + i)), vdupq_n_u32(0x7fffffffu)));
+    for (int i = 0; i < 32; i += 4)
+        top = vmaxq_u32(top, vandq_u32(v_bits(v_load(x + i)), vdupq_n_u32(0x7fffffffu)));
     return vmaxvq_u32(top);
 }
 
@@ -68,7 +72,8 @@ static inline int32_t v_quantize16(int8_t *q, const float *x, float inverse) {
     const vf by = v_set1(inverse);
     int32x4_t a[4];
     for (int i = 0; i < 4; i++) a[i] = vcvtnq_s32_f32(v_mul(v_load(x + 4 * i), by));
-    const int16x8_t lo = vcombine_s16(vmovn_s32(a[0]), vmovn_s32(a[1])), hi = vcombine_s16(vmovn_s32(a[2]), vmovn_s32(a[3]));
+    const int16x8_t lo = vcombine_s16(vmovn_s32(a[0]), vmovn_s32(a[1])),
+                    hi = vcombine_s16(vmovn_s32(a[2]), vmovn_s32(a[3]));
     const int8x16_t c = vcombine_s8(vmovn_s16(lo), vmovn_s16(hi));
     vst1q_s8(q, c);
     return vaddlvq_s8(c);

@@ -1,7 +1,8 @@
-// exp2, tanh and the activations, once: the scalar forms here are the definition and the constants are shared by every
-// instruction set, whose vector forms do the same operations in the same order. Only + - * /, fma and bit shifts, so
-// the bits are the same on every machine; no libm call but fmaf, which is exact everywhere. Nothing here has undefined
-// behaviour for any input: arguments out of range are replaced by a select, never by a branch or a conversion.
+// exp2, tanh and the activations, once: the scalar forms here are the definition and the constants
+// are shared by every instruction set, whose vector forms do the same operations in the same order.
+// Only + - * /, fma and bit shifts, so the bits are the same on every machine; no libm call but
+// fmaf, which is exact everywhere. Nothing here has undefined behaviour for any input: arguments
+// out of range are replaced by a select, never by a branch or a conversion.
 #ifndef MF_CPU_MATHF_H
 #define MF_CPU_MATHF_H
 
@@ -10,7 +11,8 @@
 #include <string.h>
 
 #define MATHF_LOG2E 0x1.715476p+0f
-// Adding it leaves n + 127, n the nearest integer (ties to even), in the low bits of the sum: a shift makes it 2^n.
+// Adding it leaves n + 127, n the nearest integer (ties to even), in the low bits of the sum: a
+// shift makes it 2^n.
 #define MATHF_MAGIC (12582912.0f + 127.0f)
 #define MATHF_ROUND 12582912.0f
 // 2^r = 1 + r * (C1 + r * (C2 + ...)) for |r| <= 1/2: relative error 9e-9 before rounding.
@@ -61,7 +63,8 @@ static inline float mathf_exp2(float x) {
     return x > MATHF_EXP2_MAX ? mathf_from_bits(0x7f800000u) : y;
 }
 
-// (1 - e) / (1 + e) with z's sign, e = 2^(-2 |z| log2(e)). Absolute error below 2e-7; tanh(-0) = -0; NaN gives some NaN.
+// (1 - e) / (1 + e) with z's sign, e = 2^(-2 |z| log2(e)). Absolute error below 2e-7; tanh(-0) =
+// -0; NaN gives some NaN.
 static inline float mathf_tanh(float z) {
     const uint32_t sign = mathf_bits(z) & 0x80000000u;
     const float e = mathf_exp2_neg(mathf_from_bits(mathf_bits(z) ^ sign) * (-2.0f * MATHF_LOG2E));

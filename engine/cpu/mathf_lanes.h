@@ -1,10 +1,13 @@
-// mathf.h's functions on the vector that a lanes_*.h has defined: the same operations in the same order.
+// mathf.h's functions on the vector that a lanes_*.h has defined: the same operations in the same
+// order.
 #ifndef MF_CPU_MATHF_LANES_H
 #define MF_CPU_MATHF_LANES_H
 
 #include "mathf.h"
 
-static inline vf v_canon(vf x) { return v_select(v_equal(x, x), x, v_set1(mathf_from_bits(0x7fc00000u))); }
+static inline vf v_canon(vf x) {
+    return v_select(v_equal(x, x), x, v_set1(mathf_from_bits(0x7fc00000u)));
+}
 
 static inline vf v_exp2_neg(vf x) {
     const vf magic = v_set1(MATHF_MAGIC), t = v_add(x, magic), r = v_sub(x, v_sub(t, magic));
@@ -20,7 +23,8 @@ static inline vf v_exp2_neg(vf x) {
 }
 
 static inline vf v_exp2(vf x) {
-    return v_select(v_less(v_set1(MATHF_EXP2_MAX), x), v_set1(mathf_from_bits(0x7f800000u)), v_exp2_neg(x));
+    return v_select(v_less(v_set1(MATHF_EXP2_MAX), x), v_set1(mathf_from_bits(0x7f800000u)),
+                    v_exp2_neg(x));
 }
 
 static inline vf v_tanh(vf z) {
@@ -29,7 +33,9 @@ static inline vf v_tanh(vf z) {
     return v_or(v_div(v_sub(one, e), v_add(one, e)), sign);
 }
 
-static inline vf v_silu(vf x) { return v_div(x, v_add(v_set1(1.0f), v_exp2(v_mul(x, v_set1(-MATHF_LOG2E))))); }
+static inline vf v_silu(vf x) {
+    return v_div(x, v_add(v_set1(1.0f), v_exp2(v_mul(x, v_set1(-MATHF_LOG2E)))));
+}
 
 static inline vf v_gelu_tanh(vf x) {
     const vf u = v_fma(v_mul(x, x), v_set1(MATHF_GELU_3), v_set1(MATHF_GELU_1));

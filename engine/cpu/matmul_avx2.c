@@ -1,10 +1,12 @@
-// Matrix products with AVX2, FMA and F16C. A block of a panel is unpacked once into bytes on the stack and then meets up to
-// GROUP tokens, whose running sums lie beside it: with 16 registers, memory is the better place for both. Lanes are rows,
-// 8 at a time. Equal to matmul_scalar.c bit for bit.
+// Matrix products with AVX2, FMA and F16C. A block of a panel is unpacked once into bytes on the
+// stack and then meets up to GROUP tokens, whose running sums lie beside it: with 16 registers,
+// memory is the better place for both. Lanes are rows, 8 at a time. Equal to matmul_scalar.c bit
+// for bit.
 //
-// vpmaddubsw adds two products of unsigned and signed bytes in 16 bits, saturating at 32767. Codes up to 63 stay unsigned,
-// their bias is repaid by the value a sum starts from, and a few words are added in 16 bits; types with 8-bit values hand
-// the value's sign to the activation instead: 2 * 128 * 127 fits, once.
+// vpmaddubsw adds two products of unsigned and signed bytes in 16 bits, saturating at 32767. Codes
+// up to 63 stay unsigned, their bias is repaid by the value a sum starts from, and a few words are
+// added in 16 bits; types with 8-bit values hand the value's sign to the activation instead: 2 *
+// 128 * 127 fits, once.
 
 #include <immintrin.h>
 
@@ -13,7 +15,9 @@
 enum { GROUP = 16, HALF = 8 };  // tokens; rows in a vector
 
 // Values need 8 bits: the sign trick.
-MATMUL_INLINE bool is_wide(const quant_traits q) { return q.low_bits == 8 || q.codebook == CODEBOOK_IQ4; }
+MATMUL_INLINE bool is_wide(const quant_traits q) {
+    return q.low_bits == 8 || q.codebook == CODEBOOK_IQ4;
+}
 
 // What is added to a signed value to make it unsigned.
 MATMUL_INLINE int bias_of(const quant_traits q) {
@@ -28,7 +32,8 @@ MATMUL_INLINE int words_in_16_bits(const quant_traits q) {
 // One block of one panel, ready for its tokens.
 typedef struct weight_block {
     _Alignas(32) uint8_t word[8][64];  // biased, or signed if wide; [word][16 rows][4 columns]
-    _Alignas(32) float scale[16], min[16], sub[2][16], sub_min[2][16];  // per row, as panel_block has them
+    _Alignas(32) float scale[16], min[16], sub[2][16],
+        sub_min[2][16];  // per row, as panel_block has them
 } weight_block;
 
 MATMUL_INLINE __m256i load_bits(const uint8_t *at, const int shift, const int bits) {
@@ -37,7 +42,8 @@ MATMUL_INLINE __m256i load_bits(const uint8_t *at, const int shift, const int bi
 }
 
 // Columns 4 w .. 4 w + 3 of 8 rows, from those rows' first bytes in the block's planes.
-MATMUL_INLINE __m256i load_word(const uint8_t *low, const uint8_t *high, const int w, const quant_traits q) {
+MATMUL_INLINE __m256i load_word(const uint8_t *low, const uint8_t *high, const int w,
+                                const quant_traits q) {
     const int lb = q.low_bits, hb = q.high_bits;
     __m256i v = load_bits(low + w % lb * 64, w / lb * lb, lb);
     if (hb) {
@@ -60,30 +66,38 @@ MATMUL_INLINE __m256 load_scales(const uint8_t *at, const bool bf16) {
     return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
 }
 
-MATMUL_INLINE __m256 floats_of_bytes(__m128i v) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v)); }
+MATMUL_INLINE __m256 floats_of_bytes(__m128i v) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(v));
+}
 MATMUL_INLINE __m128i load_bytes(const uint8_t *at) { return _mm_loadl_epi64((const __m128i *)at); }
 
 // Rows [row, row + 8): row is 0 or 8.
-MATMUL_INLINE void load_half(weight_block *out, const uint8_t *chunk, uint32_t b, const uint32_t row, const dtype type) {
+MATMUL_INLINE void load_half(weight_block *out, const uint8_t *chunk, uint32_t b,
+                             const uint32_t row, const dtype type) {
     const quant_traits q = quant_traits_of[type];
     const panel_chunk at = panel_chunk_of(type);
     const uint8_t *const low = chunk + at.low + b * 64 * q.low_bits + row * 4;
     const uint8_t *const high = chunk + at.high + b * 64 * q.high_bits + row * 4;
     const uint32_t scale_at = ((q.sub_width ? 0 : b * PANEL_ROWS) + row) * 2;
     MATMUL_UNROLL
-    for (int w = 0; w < 8; w++) _mm256_store_si256((__m256i *)(out->word[w] + row * 4), load_word(low, high, w, q));
+    for (int w = 0; w < 8; w++)
+        _mm256_store_si256((__m256i *)(out->word[w] + row * 4), load_word(low, high, w, q));
 
     __m256 scale = load_scales(chunk + at.d + scale_at, q.d_is_bf16);
     __m256 min = q.has_min ? load_scales(chunk + at.min + scale_at, false) : _mm256_setzero_ps();
     if (q.sub_width == 32) {
-        scale = _mm256_mul_ps(scale, floats_of_bytes(load_bytes(chunk + at.sub + b * PANEL_ROWS + row)));
-        if (q.has_min) min = _mm256_mul_ps(min, floats_of_bytes(load_bytes(chunk + at.sub_min + b * PANEL_ROWS + row)));
+        scale = _mm256_mul_ps(scale,
+                              floats_of_bytes(load_bytes(chunk + at.sub + b * PANEL_ROWS + row)));
+        if (q.has_min)
+            min = _mm256_mul_ps(
+                min, floats_of_bytes(load_bytes(chunk + at.sub_min + b * PANEL_ROWS + row)));
     } else if (q.sub_width == 16) {
         const __m128i nibble = _mm_set1_epi8(15);
         for (uint32_t i = 0; i < 2; i++) {
             const __m128i sub = load_bytes(chunk + at.sub + (b * 2 + i) * PANEL_ROWS + row);
             const __m128i sub_min = _mm_and_si128(_mm_srli_epi16(sub, 4), nibble);
-            _mm256_store_ps(out->sub[i] + row, floats_of_bytes(q.has_min ? _mm_and_si128(sub, nibble) : sub));
+            _mm256_store_ps(out->sub[i] + row,
+                            floats_of_bytes(q.has_min ? _mm_and_si128(sub, nibble) : sub));
             if (q.has_min) _mm256_store_ps(out->sub_min[i] + row, floats_of_bytes(sub_min));
         }
     }
@@ -91,9 +105,10 @@ MATMUL_INLINE void load_half(weight_block *out, const uint8_t *chunk, uint32_t b
     if (q.has_min) _mm256_store_ps(out->min + row, min);
 }
 
-// Adds the dots of words [w0, w0 + 4) of 8 rows with n tokens to sum [n]. a: the first token's codes; the others follow.
-MATMUL_INLINE void dot_four_words(__m256i *sum, const weight_block *w, uint32_t row, const int w0, const int8_t *a,
-                                  const int n, const quant_traits q) {
+// Adds the dots of words [w0, w0 + 4) of 8 rows with n tokens to sum [n]. a: the first token's
+// codes; the others follow.
+MATMUL_INLINE void dot_four_words(__m256i *sum, const weight_block *w, uint32_t row, const int w0,
+                                  const int8_t *a, const int n, const quant_traits q) {
     const int together = words_in_16_bits(q);
     MATMUL_UNROLL
     for (int g = w0; g < w0 + 4; g += together) {
@@ -107,7 +122,8 @@ MATMUL_INLINE void dot_four_words(__m256i *sum, const weight_block *w, uint32_t 
                 __builtin_memcpy(&four, a + t * ACT_BLOCK + 4 * i, 4);
                 __m256i act = _mm256_set1_epi32(four);
                 if (is_wide(q)) act = _mm256_sign_epi8(act, word);
-                const __m256i pairs = _mm256_maddubs_epi16(is_wide(q) ? _mm256_abs_epi8(word) : word, act);
+                const __m256i pairs =
+                    _mm256_maddubs_epi16(is_wide(q) ? _mm256_abs_epi8(word) : word, act);
                 narrow[t] = i == g ? pairs : _mm256_add_epi16(narrow[t], pairs);
             }
         }
@@ -119,8 +135,8 @@ MATMUL_INLINE void dot_four_words(__m256i *sum, const weight_block *w, uint32_t 
 }
 
 // Adds one block's contribution to f [n][16] of n (1 or 2) tokens, the first of them token t.
-MATMUL_INLINE void add_block(float *f, const weight_block *w, const act_q8 *x, size_t block_start, uint32_t t, const int n,
-                             const quant_traits q) {
+MATMUL_INLINE void add_block(float *f, const weight_block *w, const act_q8 *x, size_t block_start,
+                             uint32_t t, const int n, const quant_traits q) {
     const bool halves = q.sub_width == 16;
     const size_t first = block_start + t;
     const int8_t *const a = x->q + first * ACT_BLOCK;
@@ -129,7 +145,8 @@ MATMUL_INLINE void add_block(float *f, const weight_block *w, const act_q8 *x, s
         __m256i dot0[2], dot1[2];
         MATMUL_UNROLL
         for (int i = 0; i < n; i++) {
-            const int32_t *const neg = halves ? x->neg_half + 2 * (first + (size_t)i) : x->neg_sum + first + i;
+            const int32_t *const neg =
+                halves ? x->neg_half + 2 * (first + (size_t)i) : x->neg_sum + first + i;
             dot0[i] = _mm256_set1_epi32(bias * neg[0]);
             dot1[i] = _mm256_set1_epi32(halves ? bias * neg[1] : 0);
         }
@@ -143,7 +160,8 @@ MATMUL_INLINE void add_block(float *f, const weight_block *w, const act_q8 *x, s
             __m256 dot = _mm256_cvtepi32_ps(dot0[i]);
             if (halves) {  // integers below 2^24: exact in floats
                 dot = _mm256_mul_ps(_mm256_load_ps(w->sub[0] + row), dot);
-                dot = _mm256_fmadd_ps(_mm256_load_ps(w->sub[1] + row), _mm256_cvtepi32_ps(dot1[i]), dot);
+                dot = _mm256_fmadd_ps(_mm256_load_ps(w->sub[1] + row), _mm256_cvtepi32_ps(dot1[i]),
+                                      dot);
             }
             __m256 sum = _mm256_load_ps(out);
             sum = _mm256_fmadd_ps(dot, _mm256_mul_ps(_mm256_load_ps(w->scale + row), act), sum);
@@ -176,8 +194,8 @@ MATMUL_INLINE void store_rows(float *y, uint32_t n_rows, __m256 f0, __m256 f1) {
 }
 
 // Tokens [t0, t1), at most GROUP, of one panel. y: row 0 of the panel, token 0.
-MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t p, const act_q8 *x, uint32_t t0, uint32_t t1,
-                            const dtype type) {
+MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t p, const act_q8 *x,
+                            uint32_t t0, uint32_t t1, const dtype type) {
     const quant_traits q = quant_traits_of[type];
     const panel_chunk at = panel_chunk_of(type);
     const uint8_t *const panel = w->data + p * w->panel_bytes;
@@ -186,6 +204,7 @@ MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t
     weight_block block;
     for (uint32_t b = 0; b < w->n_cols / PANEL_BLOCK; b++) {
         const uint8_t *const chunk = panel + (size_t)(b / at.blocks) * at.bytes;
+        if (t1 - t0 < GROUP) matmul_prefetch_block(chunk, b % at.blocks, at);
         const size_t block_start = (size_t)b * x->n_tokens;
         uint32_t t = t0;
         load_half(&block, chunk, b % at.blocks, 0, type);
@@ -194,39 +213,46 @@ MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t
         if (t < t1) add_block(f[t - t0], &block, x, block_start, t, 1, q);
     }
     for (uint32_t t = t0; t < t1; t++) {
-        store_rows(y + t * y_stride, n_rows, _mm256_load_ps(f[t - t0]), _mm256_load_ps(f[t - t0] + HALF));
+        store_rows(y + t * y_stride, n_rows, _mm256_load_ps(f[t - t0]),
+                   _mm256_load_ps(f[t - t0] + HALF));
     }
 }
 
-MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1, const act_q8 *x,
-                             uint32_t t0, uint32_t t1, const dtype type) {
+MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                             const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
     const uint32_t step = matmul_token_step(w->n_cols, GROUP);
     for (uint32_t from = t0; from < t1; from += step) {
         const uint32_t to = t1 - from < step ? t1 : from + step;
         for (uint32_t p = p0; p < p1; p++) {
             float *const out = y + (size_t)p * PANEL_ROWS;
-            for (uint32_t t = from; t < to; t += GROUP) group_q8(out, y_stride, w, p, x, t, u32_min(t + GROUP, to), type);
+            for (uint32_t t = from; t < to; t += GROUP)
+                group_q8(out, y_stride, w, p, x, t, u32_min(t + GROUP, to), type);
         }
     }
 }
 
 // Column k of rows [row, row + 8) of a float type.
-MATMUL_INLINE __m256 load_column(const uint8_t *panel, size_t k, const uint32_t row, const dtype type) {
-    if (type == DTYPE_F32) return _mm256_load_ps((const float *)(const void *)(panel + (k * PANEL_ROWS + row) * 4));
+MATMUL_INLINE __m256 load_column(const uint8_t *panel, size_t k, const uint32_t row,
+                                 const dtype type) {
+    if (type == DTYPE_F32)
+        return _mm256_load_ps((const float *)(const void *)(panel + (k * PANEL_ROWS + row) * 4));
     return load_scales(panel + (k * PANEL_ROWS + row) * 2, type == DTYPE_BF16);
 }
 
 // n (at most 4) tokens from t on, of one panel.
-MATMUL_INLINE void tile_float(float *y, size_t y_stride, const panels *w, uint32_t p, const matmul_input *x, uint32_t t,
-                              const int n, const dtype type) {
+MATMUL_INLINE void tile_float(float *y, size_t y_stride, const panels *w, uint32_t p,
+                              const matmul_input *x, uint32_t t, const int n, const dtype type) {
     const uint8_t *const panel = w->data + p * w->panel_bytes;
     const float *const a = x->f + t * x->f_stride;
+    const size_t column_bytes = type == DTYPE_F32 ? PANEL_ROWS * 4 : PANEL_ROWS * 2;
     const uint32_t n_rows = u32_min(w->n_rows - p * PANEL_ROWS, PANEL_ROWS);
     __m256 f[4][2];
     MATMUL_UNROLL
     for (int i = 0; i < n; i++) f[i][0] = f[i][1] = _mm256_setzero_ps();
     for (size_t k = 0; k < w->n_cols; k++) {
-        const __m256 column0 = load_column(panel, k, 0, type), column1 = load_column(panel, k, HALF, type);
+        if (n < 4) matmul_prefetch(panel + k * column_bytes);
+        const __m256 column0 = load_column(panel, k, 0, type),
+                     column1 = load_column(panel, k, HALF, type);
         MATMUL_UNROLL
         for (int i = 0; i < n; i++) {
             const __m256 act = _mm256_set1_ps(a[(size_t)i * x->f_stride + k]);
@@ -235,11 +261,13 @@ MATMUL_INLINE void tile_float(float *y, size_t y_stride, const panels *w, uint32
         }
     }
     MATMUL_UNROLL
-    for (int i = 0; i < n; i++) store_rows(y + (t + (size_t)i) * y_stride, n_rows, f[i][0], f[i][1]);
+    for (int i = 0; i < n; i++)
+        store_rows(y + (t + (size_t)i) * y_stride, n_rows, f[i][0], f[i][1]);
 }
 
-MATMUL_INLINE void matmul_float(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1, const matmul_input *x,
-                                uint32_t t0, uint32_t t1, const dtype type) {
+MATMUL_INLINE void matmul_float(float *y, size_t y_stride, const panels *w, uint32_t p0,
+                                uint32_t p1, const matmul_input *x, uint32_t t0, uint32_t t1,
+                                const dtype type) {
     const uint32_t step = matmul_token_step((size_t)w->n_cols * 4, 4);
     for (uint32_t from = t0; from < t1; from += step) {
         const uint32_t to = t1 - from < step ? t1 : from + step;

@@ -1,12 +1,13 @@
-// The definition of the matrix product: one row, one token, one block at a time, as panel.h writes it down. Every other
-// matmul file must give these bits.
+// The definition of the matrix product: one row, one token, one block at a time, as panel.h writes
+// it down. Every other matmul file must give these bits.
 
 #include <math.h>
 #include <string.h>
 
 #include "kernels.h"
 
-// Tokens that share one reading of a weight block: keeps the definition usable as an engine, changes no order of sums.
+// Tokens that share one reading of a weight block: keeps the definition usable as an engine,
+// changes no order of sums.
 enum { SHARED_TOKENS = 32 };
 
 static float canonical(float f) {
@@ -22,7 +23,8 @@ static int32_t dot_half(const int8_t w[16], const int8_t a[16]) {
 }
 
 // f plus the contribution of one block of 32 columns for token t.
-static float add_block(float f, const panel_block *w, bool has_min, const act_q8 *x, uint32_t block, uint32_t t) {
+static float add_block(float f, const panel_block *w, bool has_min, const act_q8 *x, uint32_t block,
+                       uint32_t t) {
     const size_t i = (size_t)block * x->n_tokens + t;
     const int8_t *const a = x->q + i * ACT_BLOCK;
     const int32_t *const neg_half = x->neg_half + i * 2;
@@ -36,19 +38,21 @@ static float add_block(float f, const panel_block *w, bool has_min, const act_q8
 }
 
 // y [t1 - t0 tokens][y_stride], at row `row`.
-static void row_q8(float *y, size_t y_stride, const panels *w, uint32_t row, const act_q8 *x, uint32_t t0, uint32_t t1) {
+static void row_q8(float *y, size_t y_stride, const panels *w, uint32_t row, const act_q8 *x,
+                   uint32_t t0, uint32_t t1) {
     const bool has_min = quant_traits_of[w->type].has_min;
     float f[SHARED_TOKENS] = {0};
     panel_block block;
     for (uint32_t b = 0; b < w->n_cols / PANEL_BLOCK; b++) {
         panel_read(&block, w, row, b);
-        for (uint32_t t = t0; t < t1; t++) f[t - t0] = add_block(f[t - t0], &block, has_min, x, b, t);
+        for (uint32_t t = t0; t < t1; t++)
+            f[t - t0] = add_block(f[t - t0], &block, has_min, x, b, t);
     }
     for (uint32_t t = t0; t < t1; t++) y[t * y_stride + row] = canonical(f[t - t0]);
 }
 
-static void matmul_q8_scalar(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1, const matmul_input *x,
-                             uint32_t t0, uint32_t t1) {
+static void matmul_q8_scalar(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                             const matmul_input *x, uint32_t t0, uint32_t t1) {
     const uint32_t row_end = u32_min(p1 * PANEL_ROWS, w->n_rows);
     for (uint32_t row = p0 * PANEL_ROWS; row < row_end; row++) {
         for (uint32_t t = t0; t < t1; t += SHARED_TOKENS) {
@@ -57,8 +61,8 @@ static void matmul_q8_scalar(float *y, size_t y_stride, const panels *w, uint32_
     }
 }
 
-static void matmul_float_scalar(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
-                                const matmul_input *x, uint32_t t0, uint32_t t1) {
+static void matmul_float_scalar(float *y, size_t y_stride, const panels *w, uint32_t p0,
+                                uint32_t p1, const matmul_input *x, uint32_t t0, uint32_t t1) {
     const uint32_t row_end = u32_min(p1 * PANEL_ROWS, w->n_rows);
     for (uint32_t row = p0 * PANEL_ROWS; row < row_end; row++) {
         for (uint32_t t = t0; t < t1; t++) {

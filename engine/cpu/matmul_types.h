@@ -1,5 +1,6 @@
-// What the SIMD matmul files share: each is one template, a set of always-inlined functions that take the type and the
-// number of tokens as constants, instantiated once per type by MATMUL_Q8_TYPES.
+// What the SIMD matmul files share: each is one template, a set of always-inlined functions that
+// take the type and the number of tokens as constants, instantiated once per type by
+// MATMUL_Q8_TYPES.
 #ifndef MF_CPU_MATMUL_TYPES_H
 #define MF_CPU_MATMUL_TYPES_H
 
@@ -35,29 +36,46 @@
     X(isa, f16, DTYPE_F16)         \
     X(isa, bf16, DTYPE_BF16)
 
-// One kernel per type from the file's matmul_q8 and matmul_float, and the function that installs them.
-#define MATMUL_KERNEL_Q8(isa, name, type)                                                                      \
-    static void matmul_q8_##name##_##isa(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1, \
-                                         const matmul_input *x, uint32_t t0, uint32_t t1) {                    \
-        matmul_q8(y, y_stride, w, p0, p1, &x->q, t0, t1, type);                                                \
+// One kernel per type from the file's matmul_q8 and matmul_float, and the function that installs
+// them.
+#define MATMUL_KERNEL_Q8(isa, name, type)                                                         \
+    static void matmul_q8_##name##_##isa(float *y, size_t y_stride, const panels *w, uint32_t p0, \
+                                         uint32_t p1, const matmul_input *x, uint32_t t0,         \
+                                         uint32_t t1) {                                           \
+        matmul_q8(y, y_stride, w, p0, p1, &x->q, t0, t1, type);                                   \
     }
-#define MATMUL_KERNEL_FLOAT(isa, name, type)                                                                    \
-    static void matmul_f32_##name##_##isa(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1, \
-                                          const matmul_input *x, uint32_t t0, uint32_t t1) {                    \
-        matmul_float(y, y_stride, w, p0, p1, x, t0, t1, type);                                                  \
+#define MATMUL_KERNEL_FLOAT(isa, name, type)                                                       \
+    static void matmul_f32_##name##_##isa(float *y, size_t y_stride, const panels *w, uint32_t p0, \
+                                          uint32_t p1, const matmul_input *x, uint32_t t0,         \
+                                          uint32_t t1) {                                           \
+        matmul_float(y, y_stride, w, p0, p1, x, t0, t1, type);                                     \
     }
 #define MATMUL_INSTALL_Q8(isa, name, type) k->matmul[type] = matmul_q8_##name##_##isa;
 #define MATMUL_INSTALL_FLOAT(isa, name, type) k->matmul[type] = matmul_f32_##name##_##isa;
-#define MATMUL_DEFINE(isa)                               \
-    MATMUL_Q8_TYPES(MATMUL_KERNEL_Q8, isa)               \
-    MATMUL_FLOAT_TYPES(MATMUL_KERNEL_FLOAT, isa)         \
-    void matmul_init_##isa(cpu_kernels *k) {             \
-        MATMUL_Q8_TYPES(MATMUL_INSTALL_Q8, isa)          \
-        MATMUL_FLOAT_TYPES(MATMUL_INSTALL_FLOAT, isa)    \
+#define MATMUL_DEFINE(isa)                            \
+    MATMUL_Q8_TYPES(MATMUL_KERNEL_Q8, isa)            \
+    MATMUL_FLOAT_TYPES(MATMUL_KERNEL_FLOAT, isa)      \
+    void matmul_init_##isa(cpu_kernels *k) {          \
+        MATMUL_Q8_TYPES(MATMUL_INSTALL_Q8, isa)       \
+        MATMUL_FLOAT_TYPES(MATMUL_INSTALL_FLOAT, isa) \
     }
 
-// Activation bytes of the tokens that visit all panels before the next ones do: they stay in the second-level cache.
-enum { MATMUL_TOKEN_BYTES = 512 * 1024 };
+// Asks for the weights that come 4 KB later; they may lie behind the last panel, so the address is
+// a number. With few tokens memory is the limit, and hardware prefetching alone reaches half of it.
+MATMUL_INLINE void matmul_prefetch(const uint8_t *weights) {
+    __builtin_prefetch((const void *)((uintptr_t)weights + 4096));
+}
+
+// The same for all of block b of a chunk.
+MATMUL_INLINE void matmul_prefetch_block(const uint8_t *chunk, uint32_t b, const panel_chunk at) {
+    const uint32_t bytes = at.bytes / at.blocks;
+    MATMUL_UNROLL
+    for (uint32_t i = 0; i < bytes; i += 64) matmul_prefetch(chunk + b * bytes + i);
+}
+
+// Activation bytes of the tokens that visit all panels before the next ones do: they stay in the
+// second-level cache or near it.
+enum { MATMUL_TOKEN_BYTES = 1024 * 1024 };
 
 // Tokens per visit, a multiple of `tile`.
 static inline uint32_t matmul_token_step(size_t token_bytes, uint32_t tile) {

@@ -1,11 +1,13 @@
-// The elementwise kernels once for all SIMD instruction sets: included by an ops_*.c after the lanes_*.h that defines its
-// vector. Each does ops_scalar.c's operations in its order; what does not fill a vector goes through mathf.h's scalar forms.
+// The elementwise kernels once for all SIMD instruction sets: included by an ops_*.c after the
+// lanes_*.h that defines its vector. Each does ops_scalar.c's operations in its order; what does
+// not fill a vector goes through mathf.h's scalar forms.
 #ifndef MF_CPU_OPS_LANES_H
 #define MF_CPU_OPS_LANES_H
 
 #include "mathf_lanes.h"
 
-static void quantize_lanes(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols, uint32_t t0, uint32_t t1) {
+static void quantize_lanes(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols,
+                           uint32_t t0, uint32_t t1) {
     for (uint32_t b = 0; b < n_cols / ACT_BLOCK; b++) {
         for (uint32_t t = t0; t < t1; t++) {
             const float *v = x + t * x_stride + (size_t)b * ACT_BLOCK;
@@ -20,7 +22,8 @@ static void quantize_lanes(act_q8 *out, const float *x, size_t x_stride, uint32_
                 continue;
             }
             const float inverse = 127.0f / amax;
-            const int32_t low = v_quantize16(q, v, inverse), high = v_quantize16(q + 16, v + 16, inverse);
+            const int32_t low = v_quantize16(q, v, inverse),
+                          high = v_quantize16(q + 16, v + 16, inverse);
             out->d[at] = amax / 127.0f;
             out->neg_sum[at] = -(low + high);
             out->neg_half[2 * at] = -low;
@@ -48,7 +51,8 @@ static void rms_norm_lanes(float *y, const float *x, const float *w, uint32_t n,
     const vf by = v_set1(inverse);
     i = 0;
     if (w)
-        for (; i + LANES <= n; i += LANES) v_store(y + i, v_canon(v_mul(v_mul(v_load(x + i), by), v_load(w + i))));
+        for (; i + LANES <= n; i += LANES)
+            v_store(y + i, v_canon(v_mul(v_mul(v_load(x + i), by), v_load(w + i))));
     else
         for (; i + LANES <= n; i += LANES) v_store(y + i, v_canon(v_mul(v_load(x + i), by)));
     for (; i < n; i++) {
@@ -57,8 +61,8 @@ static void rms_norm_lanes(float *y, const float *x, const float *w, uint32_t n,
     }
 }
 
-static void rope_lanes(float *x, const float *cos, const float *sin, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-                       bool interleaved) {
+static void rope_lanes(float *x, const float *cos, const float *sin, uint32_t n_heads,
+                       uint32_t head_dim, uint32_t n_rot, bool interleaved) {
     const uint32_t half = n_rot / 2;
     for (uint32_t h = 0; h < n_heads; h++, x += head_dim) {
         uint32_t i = 0;
@@ -94,9 +98,11 @@ static void rope_lanes(float *x, const float *cos, const float *sin, uint32_t n_
 static void glu_lanes(float *y, const float *gate, const float *up, uint32_t n, act_kind kind) {
     uint32_t i = 0;
     if (kind == ACT_SILU)
-        for (; i + LANES <= n; i += LANES) v_store(y + i, v_canon(v_mul(v_silu(v_load(gate + i)), v_load(up + i))));
+        for (; i + LANES <= n; i += LANES)
+            v_store(y + i, v_canon(v_mul(v_silu(v_load(gate + i)), v_load(up + i))));
     else
-        for (; i + LANES <= n; i += LANES) v_store(y + i, v_canon(v_mul(v_gelu_tanh(v_load(gate + i)), v_load(up + i))));
+        for (; i + LANES <= n; i += LANES)
+            v_store(y + i, v_canon(v_mul(v_gelu_tanh(v_load(gate + i)), v_load(up + i))));
     for (; i < n; i++) {
         const float a = kind == ACT_SILU ? mathf_silu(gate[i]) : mathf_gelu_tanh(gate[i]);
         y[i] = mathf_canon(a * up[i]);
@@ -118,7 +124,8 @@ static void scale_lanes(float *y, const float *x, float by, uint32_t n) {
 static void softcap_lanes(float *y, const float *x, float cap, uint32_t n) {
     const vf c = v_set1(cap);
     uint32_t i = 0;
-    for (; i + LANES <= n; i += LANES) v_store(y + i, v_canon(v_mul(c, v_tanh(v_div(v_load(x + i), c)))));
+    for (; i + LANES <= n; i += LANES)
+        v_store(y + i, v_canon(v_mul(c, v_tanh(v_div(v_load(x + i), c)))));
     for (; i < n; i++) y[i] = mathf_canon(cap * mathf_tanh(x[i] / cap));
 }
 

@@ -1,10 +1,12 @@
-// The definition of the elementwise kernels, as plain as it goes. Every NaN stored is the one NaN (mathf_canon); zeros keep
-// the sign IEEE arithmetic gives them. The other ops_*.c files equal this one bit for bit.
+// The definition of the elementwise kernels, as plain as it goes. Every NaN stored is the one NaN
+// (mathf_canon); zeros keep the sign IEEE arithmetic gives them. The other ops_*.c files equal this
+// one bit for bit.
 #include "kernels.h"
 #include "mathf.h"
 
 // One block of 32: codes to q, and its scale and negated sums.
-static void quantize_block(int8_t *q, float *d, int32_t *neg_sum, int32_t neg_half[2], const float *x) {
+static void quantize_block(int8_t *q, float *d, int32_t *neg_sum, int32_t neg_half[2],
+                           const float *x) {
     uint32_t top = 0;  // bits of the largest magnitude: as integers, finite < Inf < NaN
     for (uint32_t i = 0; i < ACT_BLOCK; i++) {
         const uint32_t magnitude = mathf_bits(x[i]) & 0x7fffffffu;
@@ -25,12 +27,13 @@ static void quantize_block(int8_t *q, float *d, int32_t *neg_sum, int32_t neg_ha
     *neg_sum = neg_half[0] + neg_half[1];
 }
 
-static void quantize_scalar(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols, uint32_t t0, uint32_t t1) {
+static void quantize_scalar(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols,
+                            uint32_t t0, uint32_t t1) {
     for (uint32_t b = 0; b < n_cols / ACT_BLOCK; b++) {
         for (uint32_t t = t0; t < t1; t++) {
             const size_t at = (size_t)b * out->n_tokens + t;
-            quantize_block(out->q + at * ACT_BLOCK, out->d + at, out->neg_sum + at, out->neg_half + at * 2,
-                           x + t * x_stride + (size_t)b * ACT_BLOCK);
+            quantize_block(out->q + at * ACT_BLOCK, out->d + at, out->neg_sum + at,
+                           out->neg_half + at * 2, x + t * x_stride + (size_t)b * ACT_BLOCK);
         }
     }
 }
@@ -47,8 +50,8 @@ static void rms_norm_scalar(float *y, const float *x, const float *w, uint32_t n
     }
 }
 
-static void rope_scalar(float *x, const float *cos, const float *sin, uint32_t n_heads, uint32_t head_dim, uint32_t n_rot,
-                        bool interleaved) {
+static void rope_scalar(float *x, const float *cos, const float *sin, uint32_t n_heads,
+                        uint32_t head_dim, uint32_t n_rot, bool interleaved) {
     const uint32_t half = n_rot / 2;
     for (uint32_t h = 0; h < n_heads; h++, x += head_dim) {
         for (uint32_t i = 0; i < half; i++) {

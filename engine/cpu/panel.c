@@ -1,5 +1,6 @@
-// Packing rows into panels and reading them back. Owns the layout described in panel.h; refuses types and shapes it cannot
-// hold before anything is allocated. Packing is deterministic: unused bytes are zero.
+// Packing rows into panels and reading them back. Owns the layout described in panel.h; refuses
+// types and shapes it cannot hold before anything is allocated. Packing is deterministic: unused
+// bytes are zero.
 
 #include "panel.h"
 
@@ -14,10 +15,12 @@ int panels_layout(panels *out, dtype type, uint32_t n_rows, uint32_t n_cols) {
     const dtype_info *const info = dtype_get((uint32_t)type);
     if (!info) return fail(MF_UNSUPPORTED, "weights of type %d cannot be packed", (int)type);
     if (n_rows == 0 || n_cols == 0 || n_cols % info->block_elems) {
-        return fail(MF_FORMAT, "a %s matrix of %u rows and %u columns: columns must be whole blocks of %u", info->name,
-                    n_rows, n_cols, info->block_elems);
+        return fail(MF_FORMAT,
+                    "a %s matrix of %u rows and %u columns: columns must be whole blocks of %u",
+                    info->name, n_rows, n_cols, info->block_elems);
     }
-    if (n_rows > UINT32_MAX - PANEL_ROWS) return fail(MF_LIMIT, "a matrix of %u rows: at most 2^32 - 17", n_rows);
+    if (n_rows > UINT32_MAX - PANEL_ROWS)
+        return fail(MF_LIMIT, "a matrix of %u rows: at most 2^32 - 17", n_rows);
     size_t units = n_cols, unit_bytes = (size_t)info->block_bytes * PANEL_ROWS;
     if (is_quantised(type)) {
         const panel_chunk chunk = panel_chunk_of(type);
@@ -29,7 +32,8 @@ int panels_layout(panels *out, dtype type, uint32_t n_rows, uint32_t n_cols) {
     uint64_t panel_bytes = 0, bytes = 0;
     if (!u64_mul(&panel_bytes, units, unit_bytes) || !u64_align(&panel_bytes, panel_bytes, 64) ||
         !u64_mul(&bytes, out->n_panels, panel_bytes) || bytes > PTRDIFF_MAX) {
-        return fail(MF_LIMIT, "a %s matrix of %u rows and %u columns exceeds the address space", info->name, n_rows, n_cols);
+        return fail(MF_LIMIT, "a %s matrix of %u rows and %u columns exceeds the address space",
+                    info->name, n_rows, n_cols);
     }
     out->panel_bytes = (size_t)panel_bytes;
     out->bytes = (size_t)bytes;
@@ -37,7 +41,8 @@ int panels_layout(panels *out, dtype type, uint32_t n_rows, uint32_t n_cols) {
 }
 
 // Adds `bits` of 32 codes, from bit `from` on, to a block's plane, for one row.
-static void pack_plane(uint8_t *plane, uint32_t row, const uint8_t code[32], unsigned from, unsigned bits) {
+static inline void pack_words(uint8_t *plane, uint32_t row, const uint8_t code[32], unsigned from,
+                              const unsigned bits) {
     const uint32_t mask = 0x01010101u * ((1u << bits) - 1);
     for (unsigned w = 0; w < 8; w++) {
         uint32_t word, packed;
@@ -49,21 +54,45 @@ static void pack_plane(uint8_t *plane, uint32_t row, const uint8_t code[32], uns
     }
 }
 
+// The same with constants for `bits`: loading a model is this loop.
+static void pack_plane(uint8_t *plane, uint32_t row, const uint8_t code[32], unsigned from,
+                       unsigned bits) {
+    switch (bits) {
+        case 1:
+            pack_words(plane, row, code, from, 1);
+            break;
+        case 2:
+            pack_words(plane, row, code, from, 2);
+            break;
+        case 4:
+            pack_words(plane, row, code, from, 4);
+            break;
+        case 8:
+            pack_words(plane, row, code, from, 8);
+            break;
+        default:
+            break;
+    }
+}
+
 // 32 columns of row r: block b of a chunk.
-static void pack_codes(uint8_t *chunk, const panel_chunk *at, const quant_traits *q, uint32_t b, uint32_t r,
-                       const uint8_t code[32]) {
+static void pack_codes(uint8_t *chunk, const panel_chunk *at, const quant_traits *q, uint32_t b,
+                       uint32_t r, const uint8_t code[32]) {
     pack_plane(chunk + at->low + b * 64 * q->low_bits, r, code, 0, q->low_bits);
-    if (q->high_bits) pack_plane(chunk + at->high + b * 64 * q->high_bits, r, code, q->low_bits, q->high_bits);
+    if (q->high_bits)
+        pack_plane(chunk + at->high + b * 64 * q->high_bits, r, code, q->low_bits, q->high_bits);
 }
 
 // Row r's sub-scales of one block of 256 columns, which is a whole chunk.
-static void pack_subs(uint8_t *chunk, const panel_chunk *at, const quant_traits *q, uint32_t r, const quant_block *in) {
+static void pack_subs(uint8_t *chunk, const panel_chunk *at, const quant_traits *q, uint32_t r,
+                      const quant_block *in) {
     const uint32_t n = QUANT_BLOCK_MAX / q->sub_width;
     for (uint32_t i = 0; i < n; i++) {
         uint8_t sub = (uint8_t)in->sub[i];
         if (q->has_min && q->sub_width == 16) sub |= (uint8_t)(in->sub_min[i] << 4);
         chunk[at->sub + i * PANEL_ROWS + r] = sub;
-        if (q->has_min && q->sub_width == 32) chunk[at->sub_min + i * PANEL_ROWS + r] = (uint8_t)in->sub_min[i];
+        if (q->has_min && q->sub_width == 32)
+            chunk[at->sub_min + i * PANEL_ROWS + r] = (uint8_t)in->sub_min[i];
     }
 }
 
@@ -77,7 +106,8 @@ static void pack_quantised_row(uint8_t *panel, const panels *p, uint32_t r, cons
         uint8_t *const chunk = panel + (size_t)(b / at.blocks) * at.bytes;
         const uint32_t i = b % at.blocks;
         quant_read(&in, p->type, bytes);
-        for (uint32_t j = 0; j < per_block; j++) pack_codes(chunk, &at, &q, i + j, r, in.code + j * PANEL_BLOCK);
+        for (uint32_t j = 0; j < per_block; j++)
+            pack_codes(chunk, &at, &q, i + j, r, in.code + j * PANEL_BLOCK);
         if (q.sub_width) pack_subs(chunk, &at, &q, r, &in);
         memcpy(chunk + at.d + (i * PANEL_ROWS + r) * 2, &in.d, 2);
         if (q.has_min) memcpy(chunk + at.min + (i * PANEL_ROWS + r) * 2, &in.min, 2);
@@ -86,9 +116,11 @@ static void pack_quantised_row(uint8_t *panel, const panels *p, uint32_t r, cons
 
 static void pack_float_row(uint8_t *panel, const panels *p, uint32_t r, const uint8_t *bytes) {
     if (p->type == DTYPE_F32) {
-        for (size_t c = 0; c < p->n_cols; c++) memcpy(panel + (c * PANEL_ROWS + r) * 4, bytes + c * 4, 4);
+        for (size_t c = 0; c < p->n_cols; c++)
+            memcpy(panel + (c * PANEL_ROWS + r) * 4, bytes + c * 4, 4);
     } else {
-        for (size_t c = 0; c < p->n_cols; c++) memcpy(panel + (c * PANEL_ROWS + r) * 2, bytes + c * 2, 2);
+        for (size_t c = 0; c < p->n_cols; c++)
+            memcpy(panel + (c * PANEL_ROWS + r) * 2, bytes + c * 2, 2);
     }
 }
 
@@ -99,16 +131,20 @@ void panels_pack(panels *p, const void *rows, uint32_t p0, uint32_t p1) {
         uint8_t *const panel = p->data + i * p->panel_bytes;
         memset(panel, 0, p->panel_bytes);
         for (uint32_t r = 0; r < PANEL_ROWS && i * PANEL_ROWS + r < p->n_rows; r++) {
-            const uint8_t *const bytes = (const uint8_t *)rows + (i * PANEL_ROWS + (size_t)r) * row_bytes;
-            if (is_quantised(p->type)) pack_quantised_row(panel, p, r, bytes);
-            else pack_float_row(panel, p, r, bytes);
+            const uint8_t *const bytes =
+                (const uint8_t *)rows + (i * PANEL_ROWS + (size_t)r) * row_bytes;
+            if (is_quantised(p->type))
+                pack_quantised_row(panel, p, r, bytes);
+            else
+                pack_float_row(panel, p, r, bytes);
         }
     }
 }
 
 static uint8_t read_plane(const uint8_t *plane, uint32_t row, unsigned col, unsigned bits) {
     const unsigned w = col / 4;
-    return (uint8_t)(plane[w % bits * 64 + row * 4 + col % 4] >> (w / bits * bits) & ((1u << bits) - 1));
+    return (uint8_t)(plane[w % bits * 64 + row * 4 + col % 4] >> (w / bits * bits) &
+                     ((1u << bits) - 1));
 }
 
 static uint16_t read_u16(const uint8_t *at, uint32_t i) {
@@ -118,8 +154,8 @@ static uint16_t read_u16(const uint8_t *at, uint32_t i) {
 }
 
 // Codes of row r in block b of its chunk.
-static void read_codes(int8_t out[32], const uint8_t *chunk, const panel_chunk *at, const quant_traits *q, uint32_t b,
-                       uint32_t r) {
+static void read_codes(int8_t out[32], const uint8_t *chunk, const panel_chunk *at,
+                       const quant_traits *q, uint32_t b, uint32_t r) {
     const uint8_t *const low = chunk + at->low + b * 64 * q->low_bits;
     const uint8_t *const high = chunk + at->high + b * 64 * q->high_bits;
     for (unsigned c = 0; c < PANEL_BLOCK; c++) {
@@ -179,7 +215,8 @@ void panels_row(float *out, const panels *p, uint32_t row) {
         for (uint32_t c = 0; c < PANEL_BLOCK; c++) {
             const uint32_t half = c / 16;
             const float scaled = in.scale * (float)(in.sub[half] * in.q[c]);
-            out[b * PANEL_BLOCK + c] = has_min ? fmaf(-in.min, (float)in.sub_min[half], scaled) : scaled;
+            out[b * PANEL_BLOCK + c] =
+                has_min ? fmaf(-in.min, (float)in.sub_min[half], scaled) : scaled;
         }
     }
 }

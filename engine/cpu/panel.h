@@ -1,29 +1,36 @@
-// Weights as the CPU reads them: panels of 16 output rows whose lanes are rows, column blocks in order inside a panel.
-// A panel stores integer codes and scales only, no more bytes than the file to within a few percent; every instruction
-// set reads the same layout, so a packed model serves them all.
+// Weights as the CPU reads them: panels of 16 output rows whose lanes are rows, column blocks in
+// order inside a panel. A panel stores integer codes and scales only, no more bytes than the file
+// to within a few percent; every instruction set reads the same layout, so a packed model serves
+// them all.
 //
 // Float types (F32, F16, BF16): [n_cols][16] values in the file's own width.
 //
-// Quantised types: chunks of 2 blocks of 32 columns (a last odd block leaves half a chunk unused) or, for the types with
-// blocks of 256, of 8. A chunk holds, in this order (panel_chunk has the offsets), for its blocks:
-//   low, high    the codes' lower and upper bits, one plane each per block, 64 * bits bytes. A block's 32 columns are 8
-//                words of 4. Word w of row r lies in bytes [w % bits * 64 + 4 * r, + 4) of a plane, column 4 * w + i in byte
-//                i, shifted left by w / bits * bits: the operand order of vpdpbusd and sdot, 16 rows side by side.
-//                code = low | high << low_bits
-//   sub          int8 [blocks][32 / sub_width][16 rows]; for Q2_K sub | sub_min << 4 in one byte
-//   sub_min      the same for the types with minima (not Q2_K)
-//   d, min       uint16 [2][16] per block, or [16] for a chunk of 8
+// Quantised types: chunks of 2 blocks of 32 columns (a last odd block leaves half a chunk unused)
+// or, for the types with blocks of 256, of 8. A chunk holds for its blocks, in this order (offsets
+// in panel_chunk):
+//   low, high  The codes' lower and upper bits, one plane each per block, 64 * bits bytes. Its 32
+//              columns are 8 words of 4. Word w of row r lies in bytes [w % bits * 64 + 4 * r, + 4)
+//              of the plane, column 4 * w + i in byte i, shifted left by w / bits * bits: the
+//              order of vpdpbusd and sdot, 16 rows side by side. code = low | high << low_bits
+//   sub        int8 [blocks][32 / sub_width][16 rows]; for Q2_K sub | sub_min << 4 in one byte
+//   sub_min    the same, for the types with minima except Q2_K
+//   d, min     uint16 [2][16 rows], or [16 rows] for a chunk of 8
 //
-// What a matrix product computes (quant.h: code, bias, codebook, sub, sub_min, d, min). f starts at 0; for each block of 32
-// columns, in order, with the activations' codes a and scale ad (kernels.h: act_q8):
-//   q          code - bias, or codebook[code]; dot = sum of q * a over the block, dot0 and dot1 over its halves; exact
-//   Q4_0, Q5_0, Q8_0, IQ4_NL, MXFP4    f = fma((float)dot, d * ad, f)
-//   Q4_1, Q5_1                         f = fma((float)dot, d * ad, f), then f = fma((float)neg_sum, min * ad, f)
-//   IQ4_XS                             f = fma((float)dot, (d * sub) * ad, f)
-//   Q4_K, Q5_K                         the same, then f = fma((float)neg_sum, (min * sub_min) * ad, f)
-//   Q3_K, Q6_K                         f = fma((float)(sub0 * dot0 + sub1 * dot1), d * ad, f)
-//   Q2_K                               the same, then f = fma((float)(sub_min0 * neg_half0 + sub_min1 * neg_half1), min * ad, f)
-// d * sub and min * sub_min are exact in f32 (11 + 6 bits), and the integers stay below 2^24. At the end f + 0, one NaN.
+// What a matrix product computes, in the names of quant.h; a: the activations' codes, ad: their
+// scale (act_q8 in kernels.h). q = code - bias, or codebook[code]. dot = the sum of q * a over a
+// block of 32 columns, dot0 and dot1 over its halves, n, n0 and n1 the negated sums of a: integers,
+// exact. f starts at 0; for each block in order
+//   Q4_0 Q5_0 Q8_0 IQ4_NL MXFP4  f = fma(dot, d * ad, f)
+//   Q4_1 Q5_1                    f = fma(dot, d * ad, f)
+//                                f = fma(n, min * ad, f)
+//   IQ4_XS                       f = fma(dot, (d * sub) * ad, f)
+//   Q4_K Q5_K                    f = fma(dot, (d * sub) * ad, f)
+//                                f = fma(n, (min * sub_min) * ad, f)
+//   Q3_K Q6_K                    f = fma(sub0 * dot0 + sub1 * dot1, d * ad, f)
+//   Q2_K                         f = fma(sub0 * dot0 + sub1 * dot1, d * ad, f)
+//                                f = fma(sub_min0 * n0 + sub_min1 * n1, min * ad, f)
+// d * sub and min * sub_min are exact in f32 (11 + 6 bits), and every integer stays below 2^24. At
+// the end f + 0, and one NaN.
 #ifndef MF_CPU_PANEL_H
 #define MF_CPU_PANEL_H
 
@@ -34,13 +41,14 @@ enum { PANEL_ROWS = 16, PANEL_BLOCK = 32 };
 typedef struct panels {
     dtype type;
     uint32_t n_rows, n_cols;
-    uint32_t n_panels;    // n_rows / 16, rounded up; the missing rows are zero
-    size_t panel_bytes;   // a multiple of 64
-    size_t bytes;         // n_panels * panel_bytes
-    uint8_t *data;        // 64-byte aligned, owned by the caller
+    uint32_t n_panels;   // n_rows / 16, rounded up; the missing rows are zero
+    size_t panel_bytes;  // a multiple of 64
+    size_t bytes;        // n_panels * panel_bytes
+    uint8_t *data;       // 64-byte aligned, owned by the caller
 } panels;
 
-// Fills in everything but data. MF_UNSUPPORTED or MF_FORMAT when n_cols is not whole blocks, MF_LIMIT when sizes wrap.
+// Fills in everything but data. MF_UNSUPPORTED or MF_FORMAT when n_cols is not whole blocks,
+// MF_LIMIT when sizes wrap.
 int panels_layout(panels *out, dtype type, uint32_t n_rows, uint32_t n_cols);
 // Packs panels [p0, p1) from `rows`: all n_rows rows in the file's format.
 void panels_pack(panels *p, const void *rows, uint32_t p0, uint32_t p1);
@@ -72,8 +80,8 @@ static inline panel_chunk panel_chunk_of(dtype type) {
 // 32 columns of one row of a quantised type, for the scalar definition and for reading rows back.
 typedef struct panel_block {
     int8_t q[PANEL_BLOCK];
-    float scale, min;             // with 16-wide sub-scales d and min, else d * sub and min * sub_min
-    int32_t sub[2], sub_min[2];   // of columns 0..15 and 16..31 where sub-scales are 16 wide, else 1
+    float scale, min;  // with 16-wide sub-scales d and min, else d * sub and min * sub_min
+    int32_t sub[2], sub_min[2];  // of columns 0..15 and 16..31 where sub-scales are 16 wide, else 1
 } panel_block;
 
 void panel_read(panel_block *out, const panels *p, uint32_t row, uint32_t block);

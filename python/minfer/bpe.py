@@ -14,13 +14,17 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+
+import numpy as np
 
 from .pretokenizers import Pretokenizer
 
 SPACE = "\u2581"  # how SentencePiece writes a space
 CHUNK = 1 << 16  # characters; from here on a chunk ends at the first safe place
 MAX_RUN = 1 << 20  # characters; the regex engine under `tokenizers` aborts on runs of some 5e6
+SHORT = 1 << 19  # characters; merging them in Python costs less than setting up `tokenizers`
 MAX_WORD = 512  # characters; a longer token takes no part in SentencePiece merging
 
 
@@ -38,8 +42,6 @@ class Scanner:
         self._lengths = {head: sorted(sizes, reverse=True) for head, sizes in lengths.items()}
         self._start = _start_pattern(seconds)
         self._first = re.compile(_one_of(seconds)) if seconds else None
-        self._size = max(map(len, self._ids), default=0)
-        self._beginnings: set[str] | None = None
 
     def split(self, text: str) -> Iterator[str | int]:
         """The text in order as ids, where a token stands, and the strings between (not empty)."""
@@ -62,20 +64,9 @@ class Scanner:
         if self._first is not None:
             yield from (hit.start() for hit in self._first.finditer(text))
 
-    def risks(self, text: str) -> Iterator[int]:
-        """Where a token stands, overlapping ones too, or begins that the end of the text cuts off,
-        white space at the end aside."""
-        end = len(text.rstrip())
-        for at in self.firsts(text):
-            cut_off = end - at < self._size and text[at:end] in self._begun()
-            if cut_off or self._longest(text, at):
-                yield at
-
-    def _begun(self) -> set[str]:
-        """Every proper beginning of a token."""
-        if self._beginnings is None:
-            self._beginnings = {text[:k] for text in self._ids for k in range(1, len(text))}
-        return self._beginnings
+    def starts(self, text: str) -> Iterator[int]:
+        """Where a token starts, those inside another one too."""
+        return (at for at in self.firsts(text) if self._longest(text, at))
 
     def _longest(self, text: str, at: int) -> int:
         for size in self._lengths.get(text[at : at + 2], ()):
@@ -120,57 +111,60 @@ class SpmEncoder:
     That is a plain BPE over every split of every token, ranked by score. Which split of a token
     has which rank does not matter: merging inside a stretch of text goes as it would if the
     stretch stood alone, up to the moment when it is one token, so a token has one last merge and
-    its other splits are never adjacent. Two cases have no such form, and are merged here in
-    Python: different tokens with equal scores, and tokens with a character that is no token.
+    its other splits are never adjacent. Two cases have no such form, and stay in Python: different
+    tokens with equal scores, and tokens with a character that is no token.
+
+    Listing the splits of 262,144 tokens takes a second or two, so the first SHORT characters,
+    which is all that many a run needs, are merged in Python too, to the same ids.
     """
 
     def __init__(
         self,
-        words: Mapping[str, tuple[int, float]],
+        ids: Mapping[str, int],
+        scores: np.ndarray,
         byte_ids: Mapping[int, int],
         user_ids: Mapping[str, int],
         add_space_prefix: bool,
         unknown: Callable[[str], int],
     ) -> None:
-        """`words`: text to (id, score) of the tokens that merging may give; `byte_ids`: byte value
-        to id; `user_ids`: tokens that are always matched first; `unknown` gives the id of a
-        character that has neither token nor bytes, or raises."""
-        self._words = {text: v for text, v in words.items() if 0 < len(text) <= MAX_WORD}
+        """`ids`: text to id of the tokens that merging may give; `scores`: float [n_vocab], by id;
+        `byte_ids`: byte value to id; `user_ids`: tokens that are always matched first; `unknown`
+        gives the id of a character that has neither token nor bytes, or raises."""
+        self._words = {text: i for text, i in ids.items() if 0 < len(text) <= MAX_WORD}
+        self._scores = scores.tolist()
         self._bytes = dict(byte_ids)
         self._unknown = unknown
         self._prefix = add_space_prefix
         self._users = Scanner({text.replace(" ", SPACE): i for text, i in user_ids.items()})
         self._longest = max(map(len, self._words), default=0)
         self._safe = _safe_space(self._words)
-        ranked = sorted((w for w in self._words if len(w) > 1), key=lambda w: -self._words[w][1])
+        self._lock = threading.Lock()
+        self._credit: float = SHORT  # characters to merge in Python before `tokenizers` is set up
         self._tokenizer = None
-        if self._has_plain_form(ranked):
-            self._unknown_id = 1 + max(
-                [*(i for i, _ in self._words.values()), *self._bytes.values()], default=0
-            )
-            self._tokenizer = self._build(ranked)
 
-    def _has_plain_form(self, ranked: Sequence[str]) -> bool:
-        scores = [self._words[word][1] for word in ranked]
-        distinct = all(a != b for a, b in zip(scores, scores[1:], strict=False))
-        return distinct and all(char in self._words for char in set("".join(ranked)))
-
-    def _build(self, ranked: Sequence[str]):  # noqa: ANN202 - the type lives in a lazy import
+    def _set_up(self) -> None:
+        """Hands over to `tokenizers`, if the vocabulary has a plain form."""
         from tokenizers import Tokenizer
         from tokenizers.models import BPE
 
-        words = self._words
-        vocab = {text: token for text, (token, _) in words.items()}
+        words, scores = self._words, self._scores
+        ranked = sorted((w for w in words if len(w) > 1), key=lambda w: -scores[words[w]])
+        order = [scores[words[word]] for word in ranked]
+        distinct = all(a != b for a, b in zip(order, order[1:], strict=False))
+        if not distinct or not all(char in words for char in set("".join(ranked))):
+            self._credit = float("inf")
+            return
         merges = [
             (word[:k], word[k:])
             for word in ranked
             for k in range(1, len(word))
             if word[:k] in words and word[k:] in words
         ]
-        vocab.update((f"<0x{value:02X}>", token) for value, token in self._bytes.items())
+        vocab = words | {f"<0x{value:02X}>": i for value, i in self._bytes.items()}
         unknown = _fresh(vocab)
-        vocab[unknown] = self._unknown_id
-        return Tokenizer(BPE(vocab, merges, unk_token=unknown, byte_fallback=True, fuse_unk=False))
+        vocab[unknown] = self._unknown_id = len(scores)
+        model = BPE(vocab, merges, unk_token=unknown, byte_fallback=True, fuse_unk=False)
+        self._tokenizer = Tokenizer(model)
 
     def encode(self, text: str, starts: bool) -> Iterator[int]:
         """Ids of text without control tokens; `starts`: it begins the input or follows one."""
@@ -182,15 +176,23 @@ class SpmEncoder:
                 yield piece
                 continue
             for chunk in _chunks(piece, self._safe):
-                yield from self._merge_fast(chunk) if self._tokenizer else self._merge(chunk)
+                yield from self._merged(chunk)
 
-    def _merge_fast(self, text: str) -> Iterable[int]:
+    def _merged(self, text: str) -> Iterable[int]:
+        if self._tokenizer is None:
+            self._credit -= len(text)
+            if self._credit < 0:
+                with self._lock:
+                    if self._tokenizer is None:
+                        self._set_up()
+        if self._tokenizer is None:
+            return self._merge(text)
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
         return self._merge(text) if self._unknown_id in ids else ids
 
     def _merge(self, text: str) -> Iterator[int]:
         """The definition, with a heap: O(n log n)."""
-        words, longest = self._words, self._longest
+        words, scores, longest = self._words, self._scores, self._longest
         n = len(text)
         end = list(range(1, n + 1))  # of the piece that starts at i; 0 once it was merged away
         before = list(range(-1, n - 1))  # start of the piece before the one at i
@@ -201,7 +203,7 @@ class SpmEncoder:
             if middle < n and end[middle] - start <= longest:
                 found = words.get(text[start : end[middle]])
                 if found is not None:
-                    heapq.heappush(heap, (-found[1], start, end[middle]))
+                    heapq.heappush(heap, (-scores[found], start, end[middle]))
 
         for i in range(n - 1):
             offer(i)
@@ -224,7 +226,7 @@ class SpmEncoder:
     def _ids(self, piece: str) -> Iterable[int]:
         found = self._words.get(piece)
         if found is not None:
-            return (found[0],)
+            return (found,)
         try:
             return [self._bytes[value] for value in piece.encode()]
         except KeyError:
@@ -263,7 +265,11 @@ class ByteBpeEncoder:
         self._unknown = unknown
         self._users = Scanner(user_ids)
         model = BPE(
-            words, pairs, unk_token=missing, ignore_merges=pretokenizer.ignore_merges, fuse_unk=False
+            words,
+            pairs,
+            unk_token=missing,
+            ignore_merges=pretokenizer.ignore_merges,
+            fuse_unk=False,
         )
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pretokenizer.build()

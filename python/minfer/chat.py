@@ -6,14 +6,16 @@ worker refuses: more than 2 s, 512 MB or 4 Mi characters of output. Invariant: a
 exception the worker is gone or ready; the next call starts from a clean state.
 
 How content stays text. Before rendering, a *joint*, a character that occurs nowhere in the messages
-or the template, is put after each character of the messages that can begin a control token. No
-token spans a joint, and `Tokenizer` takes it out once control tokens have been found. So whatever a
-template does to content (trim, split, join, replace, upper), no control token can come from it.
-Joints would hide content from a template that looks into it, as in `'</think>' in content`. So the
-template is rendered without joints too; if the two differ, then with joints in only those places
-where a control token is spelled out or cut off. That text is used if it equals the plain one and has
-the same control tokens as the first; else the first stands, in which the template has not seen what
-it looked for. A template that changes the joints themselves (urlencode) cannot be used here.
+or the template, is put before and after each character of the messages that can begin a control
+token. No token spans a joint, and `Tokenizer` takes it out once control tokens have been found. So
+a template may trim, split, join, cut, replace or turn round what it was given: no control token
+comes from it. (One that turns other characters into the first of a control token is not covered.)
+
+Joints hide content from a template that looks into it, as in `'</think>' in content`. So it is
+rendered without joints too; if the two differ, then with joints only where a control token is
+spelled out. That text is used if it equals the plain one and has the same control tokens as the
+first; else the first stands, and the template has not seen what it looked for. Where that happens,
+a template that encodes its input (urlencode) shows the joints encoded.
 """
 
 from __future__ import annotations
@@ -112,21 +114,14 @@ class ChatTemplate:
         joint = _unused_character([self.source, json.dumps(variables, ensure_ascii=False)])
         plain = self._render(variables, add_generation_prompt)
 
-        def with_joints(places) -> str:
-            def mark(text: str) -> str:
-                marked, done = [], 0
-                for at in places(text):
-                    marked.append(text[done : at + 1])
-                    done = at + 1
-                return joint.join([*marked, text[done:]])
-
+        def with_joints(mark: Callable[[str], str]) -> str:
             changed = {name: _map_text(value, mark) for name, value in variables.items()}
             return plain if changed == variables else self._render(changed, add_generation_prompt)
 
-        safe = with_joints(scanner.firsts)
+        safe = with_joints(lambda text: _surround(text, scanner.firsts(text), joint))
         if safe.replace(joint, "") == plain:
             return safe, joint
-        sparse = with_joints(scanner.risks)
+        sparse = with_joints(lambda text: _break(text, scanner.starts(text), joint))
         if sparse.replace(joint, "") == plain and _controls(scanner, sparse) == _controls(
             scanner, safe
         ):
@@ -138,7 +133,9 @@ class ChatTemplate:
         try:
             request = json.dumps(variables, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ArgumentError("messages contain a lone surrogate; it is not a character") from None
+            raise ArgumentError(
+                "messages contain a lone surrogate; it is not a character"
+            ) from None
         except (TypeError, ValueError, RecursionError) as error:
             raise ArgumentError(f"messages must be what JSON can hold: {error}") from None
         if len(request) > MAX_INPUT:
@@ -277,6 +274,24 @@ def _unused_character(texts: Iterable[str]) -> str:
         if chr(code) not in used:
             return chr(code)
     raise ArgumentError("messages use every private character of Unicode")
+
+
+def _surround(text: str, places: Iterable[int], joint: str) -> str:
+    """A joint before and after each of the places: a template may turn text round."""
+    pieces, done = [], 0
+    for at in places:
+        pieces += [text[done:at], text[at]]
+        done = at + 1
+    return joint.join([*pieces, text[done:]])
+
+
+def _break(text: str, places: Iterable[int], joint: str) -> str:
+    """A joint after each of the places."""
+    pieces, done = [], 0
+    for at in places:
+        pieces.append(text[done : at + 1])
+        done = at + 1
+    return joint.join([*pieces, text[done:]])
 
 
 def _map_text(value: Any, change: Callable[[str], str]) -> Any:

@@ -78,7 +78,7 @@ class Renderer:
         from jinja2.sandbox import ImmutableSandboxedEnvironment
 
         class Generation(jinja2.ext.Extension):
-            """`{% generation %}` marks what a model wrote, for training; here it changes nothing."""
+            """`{% generation %}` marks a model's text, for training; here it changes nothing."""
 
             tags = {"generation"}
 

@@ -168,7 +168,7 @@ class Engine:
         """The model's ChatTemplate, or None for a base model."""
         from minfer.chat import template_of
 
-        return template_of(self.metadata)
+        return template_of(self.metadata, self.tokenizer)
 
     def forward_cached(self, tokens: Tokens, seq: int = 0, logits: str = "last") -> np.ndarray:
         """Appends tokens to a sequence. Returns float32 [1 | len(tokens) | 0, n_vocab] for

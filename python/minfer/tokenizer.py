@@ -25,7 +25,7 @@ import numpy as np
 
 from minfer.bpe import SPACE, ByteBpeEncoder, Scanner, SpmEncoder
 from minfer.errors import ArgumentError, ArgumentTypeError, FormatError, UnsupportedError
-from minfer.pretokenizers import PRETOKENIZERS, byte_chars
+from minfer.pretokenizers import PRETOKENIZERS, Pretokenizer, byte_chars
 
 _KEY = "tokenizer.ggml."
 _MAX_TOKENS = 1 << 22
@@ -54,8 +54,8 @@ class TokenType(IntEnum):
 class Tokenizer:
     """A model's vocabulary. Immutable and safe to share between threads.
 
-    `bos`, `eos`: ids, or None where the model has none. `eog`: frozenset of all ids that end a
-    generation (end of sequence, of turn, of message). `adds_bos`: whether `encode` begins with `bos`.
+    `bos`, `eos`: ids, or None where the model has none. `eog`: all ids that end a generation (end
+    of sequence, of turn, of message). `adds_bos`: whether `encode` begins with `bos`.
     """
 
     bos: int | None
@@ -160,7 +160,9 @@ class Tokenizer:
         except TypeError:
             raise ArgumentTypeError(f"token id {_show(token)} is not an integer") from None
         if not 0 <= token < self.n_vocab:
-            raise ArgumentError(f"token id {token} is outside the vocabulary (0..{self.n_vocab - 1})")
+            raise ArgumentError(
+                f"token id {token} is outside the vocabulary (0..{self.n_vocab - 1})"
+            )
         return token
 
     def _encode(self, text: str, parse_special: bool, joint: str) -> Iterator[int]:
@@ -229,12 +231,10 @@ class Tokenizer:
             return self._encoder
 
     def _spm_encoder(self) -> SpmEncoder:
-        plain = self._types <= TokenType.NORMAL
-        scores = self._scores
-        words = {text: (i, scores[i]) for text, i in self._texts(plain).items()}
+        words = self._texts(self._types <= TokenType.NORMAL)
         byte_ids = {value: token for token, value in sorted(self._bytes.items(), reverse=True)}
         users = self._texts(self._types == TokenType.USER_DEFINED)
-        return SpmEncoder(words, byte_ids, users, self._prefix, self._unknown)
+        return SpmEncoder(words, self._scores, byte_ids, users, self._prefix, self._unknown)
 
     def _byte_encoder(self) -> ByteBpeEncoder:
         vocab = self._texts(self._types <= TokenType.NORMAL)
@@ -293,11 +293,12 @@ class _Reader:
             )
         return kind
 
-    def pretokenizer(self):  # noqa: ANN201 - a row of PRETOKENIZERS
+    def pretokenizer(self) -> Pretokenizer:
         name = self._text("pre", "default")
         if name not in PRETOKENIZERS:
             raise UnsupportedError(
-                f"{self.source}: {_KEY}pre is {_show(name)}; supported are {', '.join(PRETOKENIZERS)}"
+                f"{self.source}: {_KEY}pre is {_show(name)}; "
+                f"supported are {', '.join(PRETOKENIZERS)}"
             )
         return PRETOKENIZERS[name]
 
@@ -317,15 +318,18 @@ class _Reader:
             raise self.error("merges", f"has {len(merges)} entries; at most {_MAX_MERGES}")
         for i, pair in enumerate(merges):
             if not 0 < pair.find(b" ", 1) < len(pair) - 1:
-                raise self.error(f"merges[{i}]", f"is {_show(pair)}; must be two tokens and a space")
+                raise self.error(
+                    f"merges[{i}]", f"is {_show(pair)}; must be two tokens and a space"
+                )
         return merges
 
-    def scores(self, n: int) -> list[float]:
+    def scores(self, n: int) -> np.ndarray:
+        """float64 [n]."""
         scores = self._numbers("scores", n, "iuf", "floats").astype(np.float64)
         bad = np.flatnonzero(np.isnan(scores))
         if bad.size:
             raise self.error(f"scores[{bad[0]}]", "is NaN; scores order the merges")
-        return scores.tolist()
+        return scores
 
     def types(self, tokens: list[bytes]) -> np.ndarray:
         """int8 [n]. A file without types has normal tokens, and byte tokens by their spelling."""
@@ -378,7 +382,10 @@ class _Reader:
         value = self._meta.get(_KEY + name)
         if value is None:
             raise self.error(name, "is missing")
-        array = np.asarray(value) if isinstance(value, (list, np.ndarray)) else None
+        try:
+            array = np.asarray(value) if isinstance(value, (list, np.ndarray)) else None
+        except ValueError:
+            array = None  # nested
         if array is None or array.ndim != 1 or array.dtype.kind not in kinds:
             raise self.error(name, f"is {_show(value)}; must be an array of {what}")
         if array.size != n:
@@ -400,7 +407,11 @@ def _check_text(text: str) -> None:
 
 def _show(value: object) -> str:
     """A value for a one-line message, short whatever it holds."""
-    if isinstance(value, (list, np.ndarray)):
-        return f"an array of {len(value)} values" if np.ndim(value) == 1 else "a nested array"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype}"
+    if isinstance(value, list):
+        return (
+            f"an array of {', '.join(sorted({type(item).__name__ for item in value})) or 'nothing'}"
+        )
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
