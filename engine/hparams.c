@@ -42,9 +42,12 @@ static int read_heads(uint32_t *out, reader *r, const char *suffix, uint32_t fal
         return MF_OK;
     }
     TRY(mf_gguf_kv(&info, r->file, index));
-    if (info.is_array && info.n != n_layer)
+    if (!info.is_array) return gguf_u32_required(out, r->file, key, 1, 4096);
+    if (info.n != n_layer)
         return fail(MF_FORMAT, "%s: %s has %llu entries for %u layers", gguf_path(r->file), key,
                     (unsigned long long)info.n, n_layer);
+    if (info.type == MF_GGUF_F32 || info.type == MF_GGUF_F64 || info.type == MF_GGUF_STRING)
+        return fail(MF_FORMAT, "%s: %s must be integers", gguf_path(r->file), key);
     for (uint64_t i = 0; i < info.n; i++) {
         int64_t v;
         TRY(mf_gguf_ints(&v, r->file, index, i, 1));
@@ -69,7 +72,8 @@ static int read_sizes(model_params *p, reader *r) {
     TRY(read_heads(&p->n_head, r, "attention.head_count", 0, p->n_layer));
     TRY(read_heads(&p->n_head_kv, r, "attention.head_count_kv", p->n_head, p->n_layer));
     if (p->n_head % p->n_head_kv)
-        return fail(MF_FORMAT, "%s: attention.head_count %u is not a multiple of head_count_kv %u",
+        return fail(MF_FORMAT,
+                    "%s: attention.head_count %u is not a multiple of attention.head_count_kv %u",
                     gguf_path(r->file), p->n_head, p->n_head_kv);
     const uint32_t derived = p->n_embd / p->n_head;
     uint32_t v_dim;
@@ -78,10 +82,13 @@ static int read_sizes(model_params *p, reader *r) {
     if (v_dim != p->head_dim)
         return fail(
             MF_UNSUPPORTED,
-            "%s: attention.key_length %u and value_length %u differ, which this build does not run",
+            "%s: attention.key_length %u and attention.value_length %u differ, which this build "
+            "does not run",
             gguf_path(r->file), p->head_dim, v_dim);
     if (!p->head_dim || p->head_dim % 2 || p->head_dim > 1024)
-        return fail(MF_FORMAT, "%s: head dimension %u; an even number up to 1024 is possible",
+        return fail(MF_FORMAT,
+                    "%s: head dimension %u (attention.key_length, else embedding_length / "
+                    "attention.head_count); an even number up to 1024 is possible",
                     gguf_path(r->file), p->head_dim);
     TRY(gguf_u32(&p->n_rot, r->file, key_of(r, "rope.dimension_count"), p->head_dim, 2,
                  p->head_dim));
@@ -147,7 +154,7 @@ static int read_rope(model_params *p, reader *r) {
 static int read_scales(model_params *p, reader *r) {
     const arch_traits *a = p->arch;
     TRY(gguf_f32_required(&p->norm_eps, r->file, key_of(r, "attention.layer_norm_rms_epsilon"),
-                          0.0f, 1.0f));
+                          1e-30f, 1.0f));
     p->embed_scale = a->flags & ARCH_EMBED_SCALE ? sqrtf((float)p->n_embd) : 1.0f;
     // Gemma's largest sizes scale by the width per head, which differs from head_dim only there.
     const uint32_t width = p->n_layer == a->big_n_layer ? p->n_embd / p->n_head : p->head_dim;

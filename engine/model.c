@@ -56,7 +56,6 @@ typedef struct loader {
     mf_model *m;
     pool *threads;
     uint64_t *progress;
-    uint64_t n_read;  // tensors of the file that were used
     uint32_t cap;
 } loader;
 
@@ -122,6 +121,11 @@ static int load_part(const weight **out, loader *l, const gguf_tensor *t, uint64
         part.bytes = rows * row_bytes;
         TRY(l->m->dev->matrix_load(&w, &part, l->threads, l->progress));
     } else {
+        const dtype_info *type = dtype_get(t->type);
+        if (type->block_elems > 1)
+            return fail(MF_UNSUPPORTED,
+                        "%s: tensor %.*s is %s; norms and biases must be F32, F16 or BF16",
+                        gguf_path(l->m->file), (int)t->name_len, t->name, type->name);
         TRY(l->m->dev->vector_load(&w, t));
         if (l->progress) __atomic_fetch_add(l->progress, t->bytes, __ATOMIC_RELAXED);
     }
@@ -130,9 +134,8 @@ static int load_part(const weight **out, loader *l, const gguf_tensor *t, uint64
     return MF_OK;
 }
 
-static int find(const gguf_tensor **out, loader *l, const char *name, need n) {
+static int find(const gguf_tensor **out, const loader *l, const char *name, need n) {
     *out = gguf_find_tensor(l->m->file, name);
-    if (*out) l->n_read++;
     if (*out || n == OPTIONAL) return MF_OK;
     return fail(MF_FORMAT, "%s: tensor %s is missing, which %s needs", gguf_path(l->m->file), name,
                 l->m->p.arch->name);
@@ -205,6 +208,25 @@ static int load_factors(float **out, loader *l, const char *name) {
     return MF_OK;
 }
 
+// Factors that would not be used, or that the scaling lacks, are another model than the file means.
+static int check_factors(const mf_model *m) {
+    const char *const path = gguf_path(m->file);
+    if (!m->rope_long != !m->rope_short)
+        return fail(MF_FORMAT, "%s: tensor rope_factors_%s.weight is missing; both are needed",
+                    path, m->rope_long ? "short" : "long");
+    if (m->p.rope_scaling == ROPE_SCALE_LONG && !m->rope_long)
+        return fail(MF_FORMAT,
+                    "%s: rope.scaling.type is longrope, but tensor rope_factors_long.weight is "
+                    "missing",
+                    path);
+    if (m->rope_long && m->rope_freqs)
+        return fail(MF_UNSUPPORTED,
+                    "%s: has both rope_freqs.weight and rope_factors_long.weight; this build runs "
+                    "models with one of them",
+                    path);
+    return MF_OK;
+}
+
 // The vocabulary's size is the embedding's; a tokens array of another length would index beyond it.
 static int read_vocab(mf_model *m) {
     const gguf_tensor *t = gguf_find_tensor(m->file, "token_embd.weight");
@@ -236,20 +258,22 @@ static int load_all(loader *l) {
     TRY(load_factors(&m->rope_freqs, l, "rope_freqs.weight"));
     TRY(load_factors(&m->rope_long, l, "rope_factors_long.weight"));
     TRY(load_factors(&m->rope_short, l, "rope_factors_short.weight"));
-    return MF_OK;
+    return check_factors(m);
 }
 
 static bool is_read(const mf_model *m, const gguf_tensor *t) {
     static const char *const outside[] = {
         "output_norm.weight", "token_embd.weight",        "output.weight",
         "rope_freqs.weight",  "rope_factors_long.weight", "rope_factors_short.weight"};
-    char name[65];
+    char name[65], again[65];
     snprintf(name, sizeof name, "%.*s", (int)t->name_len, t->name);
     for (size_t i = 0; i < sizeof outside / sizeof *outside; i++)
         if (!strcmp(name, outside[i])) return true;
     unsigned layer;
     int at = 0;
-    if (sscanf(name, "blk.%u.%n", &layer, &at) != 1 || !at || layer >= m->p.n_layer) return false;
+    if (sscanf(name, "blk.%9u.%n", &layer, &at) != 1 || !at || layer >= m->p.n_layer) return false;
+    snprintf(again, sizeof again, "blk.%u.%s", layer, name + at);
+    if (strcmp(name, again)) return false;  // blk.00.: never looked up
     const uint32_t flags = m->p.arch->flags;
     for (size_t r = 0; r < sizeof layer_rules / sizeof *layer_rules; r++) {
         const tensor_rule *rule = &layer_rules[r];
@@ -261,9 +285,8 @@ static bool is_read(const mf_model *m, const gguf_tensor *t) {
            (!strcmp(name + at, "attn_qkv.weight") || !strcmp(name + at, "ffn_up.weight"));
 }
 
-static int refuse_unread(const loader *l) {
-    const mf_model *m = l->m;
-    if (l->n_read == mf_gguf_n_tensors(m->file)) return MF_OK;
+// Before anything is packed: a model of many GB with one tensor too many is refused at once.
+static int refuse_unread(const mf_model *m) {
     for (uint64_t i = 0; i < mf_gguf_n_tensors(m->file); i++) {
         const gguf_tensor *t = gguf_tensor_at(m->file, i);
         if (!is_read(m, t))
@@ -276,9 +299,11 @@ static int refuse_unread(const loader *l) {
 static int check_device(const mf_model *m) {
     const device *d = m->dev;
     if (m->p.head_dim % d->head_dim_step == 0 && m->p.head_dim <= d->head_dim_max) return MF_OK;
-    return fail(MF_UNSUPPORTED,
-                "%s: head dimension %u; the %s device runs multiples of %u up to %u",
-                gguf_path(m->file), m->p.head_dim, d->name, d->head_dim_step, d->head_dim_max);
+    return fail(
+        MF_UNSUPPORTED,
+        "%s: head dimension %u (attention.key_length); the %s device runs multiples of %u up to "
+        "%u",
+        gguf_path(m->file), m->p.head_dim, d->name, d->head_dim_step, d->head_dim_max);
 }
 
 int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
@@ -295,10 +320,10 @@ int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
     TRY_GOTO(failed, model_params_read(&m->p, file));
     TRY_GOTO(failed, check_device(m));
     TRY_GOTO(failed, read_vocab(m));
+    TRY_GOTO(failed, refuse_unread(m));
     TRY_GOTO(failed, pool_new(&l.threads,
                               options->n_threads ? options->n_threads : pool_default_threads()));
     TRY_GOTO(failed, load_all(&l));
-    TRY_GOTO(failed, refuse_unread(&l));
     pool_free(l.threads);
     *out = m;
     return MF_OK;

@@ -436,7 +436,7 @@ static void check_batches(const cpu_kernels *k, const cpu_kernels *s, uint64_t *
     static const setup longs[] = {
         {32, 4, 1, 3000, UINT32_MAX, 0, false, false, NULL},
         {16, 1, 3, 2500, 1500, 0, true, true, NULL},
-        {16, 4, 1, 40000, UINT32_MAX, 0, false, false, NULL},
+        {16, 4, 1, 6000, UINT32_MAX, 0, false, false, NULL},
     };
     for (size_t i = 0; i < sizeof longs / sizeof *longs; i++) {
         setup c = longs[i];

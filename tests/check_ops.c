@@ -66,8 +66,8 @@ static void check_elementwise(const cpu_kernels *c, const cpu_kernels *s, uint64
             memcpy(y, m.a, sizeof m.a);
             if (op == 0) k->rms_norm(out, a, b, n, 1e-6f);
             if (op == 1) k->rms_norm(out, out, NULL, n, 1e-5f);
-            if (op == 2) k->glu(out, a, b, n, ACT_SILU);
-            if (op == 3) k->glu(out, a, b, n, ACT_GELU_TANH);
+            if (op == 2) k->glu(out, a, b, n, GLU_SILU);
+            if (op == 3) k->glu(out, a, b, n, GLU_GELU_TANH);
             if (op == 4) k->add(out, out, b, n);
             if (op == 5) k->scale(out, a, by, n);
             if (op == 6) k->softcap(out, a, cap, n);
@@ -149,12 +149,12 @@ static void check_truth(const cpu_kernels *s, uint64_t *rng) {
         one[i] = 1.0f;
         squares += (double)x[i] * x[i];
     }
-    s->glu(y, x, one, N, ACT_SILU);
+    s->glu(y, x, one, N, GLU_SILU);
     for (int i = 0; i < N; i++) {
         const double v = x[i];
         expect_near("silu", v, y[i], v / (1.0 + exp(-v)), 1e-6 * fabs(v) + 1e-30);
     }
-    s->glu(y, x, one, N, ACT_GELU_TANH);
+    s->glu(y, x, one, N, GLU_GELU_TANH);
     for (int i = 0; i < N; i++) {
         const double v = x[i];
         const double want =

@@ -35,7 +35,7 @@ static uint64_t scalar_hash(const cpu_kernels *k) {
     for (int i = 0; i < ATTN_TILE * DIM; i++) rows[i] = check_normal(&rng);
     x[3] = NAN, x[40] = INFINITY, x[41] = -INFINITY, x[42] = -0.0f, x[43] = 0x1p-149f;
     for (int kind = 0; kind < 2; kind++) {
-        k->glu(z, x, y, N, kind ? ACT_SILU : ACT_GELU_TANH);
+        k->glu(z, x, y, N, kind ? GLU_SILU : GLU_GELU_TANH);
         h = hash_add(h, z, sizeof z);
     }
     k->softcap(z, x, 30.0f, N);

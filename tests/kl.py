@@ -18,14 +18,14 @@ def logsumexp(logits):
 def kl_divergence(top_ids, top_logits, reference_logsumexp, logits):
     """KL(reference || logits) in nats, one value per position.
 
-    top_ids, top_logits [n, 32] and reference_logsumexp [n] are the reference, logits [n, n_vocab] is
-    what it is compared with. NaN in, NaN out: compare with `<=`, never with `not >`.
+    top_ids, top_logits [n, 32] and reference_logsumexp [n] are the reference, logits
+    [n, n_vocab] is what it is compared with. NaN in, NaN out: a bound is tested with `<=`.
     """
     logits = np.asarray(logits, np.float64)
     assert top_ids.shape == top_logits.shape and len(top_ids) == len(logits)
 
     p = np.exp(np.asarray(top_logits, np.float64) - reference_logsumexp[:, None])
-    # The stored logits are float32, so where the 32 tokens are nearly everything their sum may pass 1.
+    # The stored logits are float32: where the 32 tokens are nearly everything, p may pass 1.
     p_rest = np.clip(1.0 - p.sum(axis=1), 0.0, 1.0)
 
     total = logsumexp(logits)

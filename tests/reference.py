@@ -56,13 +56,13 @@ ARCHITECTURES = {
         windowed=lambda layer: layer % 2 == 0,
         layers_scaled_by_width=46,
     ),
-    # Also SmolLM. Files of Mistral models carry this name too; a window in them is not used, as
-    # llama.cpp, whose converter writes them, does not use it.
-    "llama": Traits(rope="neighbours"),
+    # Also SmolLM and, by this name too, Mistral. A window that the file gives is used: the model was
+    # trained with it (llama.cpp leaves it out here and for phi3).
+    "llama": Traits(rope="neighbours", windowed=lambda layer: True),
     "mistral": Traits(rope="neighbours", windowed=lambda layer: True),
     "qwen2": Traits(),
     "qwen3": Traits(qk_norm="head"),
-    "phi3": Traits(),
+    "phi3": Traits(windowed=lambda layer: True),
     "olmo2": Traits(norms="after", qk_norm="row"),
 }
 
@@ -98,8 +98,8 @@ class Reference:
     """A GGUF file that can be evaluated. `config` has its sizes."""
 
     def __init__(self, path, act_int8=False, n_ctx=None):
-        """`n_ctx`: the context the engine is loaded with (default: the file's). It selects one of the
-        two frequency tables of a longrope model and matters for nothing else."""
+        """`n_ctx`: the context the engine is loaded with (default: the file's). It selects
+        one of the two frequency tables of a longrope model and matters for nothing else."""
         reader = GGUFReader(path)
         self._tensors = {t.name: t for t in reader.tensors}
         self._dequantized = {}
@@ -209,7 +209,7 @@ class Reference:
         return y
 
     def _rope_frequencies(self, layer):
-        """Radians per position of each pair, [rope_dim / 2], and what the rotation multiplies by."""
+        """Radians per position of each pair, [rope_dim / 2], and a factor of the rotated values."""
         c = self.config
         local = self.traits.window_rope_base is not None and self._is_windowed(layer)
         base = self.traits.window_rope_base if local else c.rope_base
@@ -264,7 +264,7 @@ class Reference:
             data = tensor.data  # [rows, bytes or values], or [values]
             shape = [int(n) for n in reversed(tensor.shape)]
             if data.ndim == 2 and len(data) % 64 == 0:
-                # gguf works on 16 rows at a time; of rows 64 times as long that is four times as fast.
+                # gguf works on 16 rows at a time; with longer rows it is four times as fast.
                 data = data.reshape(-1, 64 * data.shape[1])
             self._dequantized[name] = dequantize(data, tensor.tensor_type).reshape(shape)
         return self._dequantized[name]

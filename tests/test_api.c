@@ -238,6 +238,11 @@ static void test_names(mf_gguf *file, mf_model *model) {
     const mf_model_options threads = {.size = sizeof threads, .n_threads = 1025};
     REFUSED(MF_ARG, "no-such-device", load(file, &gpu));
     REFUSED(MF_ARG, "n_threads is 1025", load(file, &threads));
+    uint64_t done = 0;
+    const mf_model_options counted = {.size = sizeof counted, .n_threads = 2, .progress = &done};
+    ACCEPTED(load(file, &counted));
+    check(done == mf_gguf_data_bytes(file), "progress: %llu of %llu bytes",
+          (unsigned long long)done, (unsigned long long)mf_gguf_data_bytes(file));
     mf_engine_options o = {.size = sizeof o, .n_threads = 1, .isa = "sse9"};
     REFUSED(MF_ARG, "isa: \"sse9\"", start(model, &o));
     o.isa = "avx51";  // not a prefix of a name

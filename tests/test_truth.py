@@ -4,9 +4,9 @@ How close is close enough:
 
 - Float weights: 1e-4 of the logits' standard deviation; float32 gives 7e-6, after 62 layers 1.4e-5.
 - Quantised weights against the reference that rounds activations like the engine: also 1e-4, in at
-  least 3 of 4 short prompts, because an activation at a half may be rounded either way; when that happens
-  the prompt is off by as much as the rounding itself.
-- Quantised weights against the exact reference: an RMS of 3 % over all prompts; the rounding gives up to 1.5 %.
+  least 3 of 4 short prompts, because an activation at a half may be rounded either way; when that
+  happens the prompt is off by as much as the rounding itself.
+- Quantised weights against the exact reference: an RMS of 3 %; the rounding gives up to 1.5 %.
 - The real model: bounds of its own, below.
 """
 
@@ -44,7 +44,9 @@ QUANT_CASES = [
 
 
 @pytest.mark.parametrize(
-    ("name", "arch", "overrides", "weight_type"), FLOAT_CASES, ids=[f"{c[0]}-{c[3]}" for c in FLOAT_CASES]
+    ("name", "arch", "overrides", "weight_type"),
+    FLOAT_CASES,
+    ids=[f"{case[0]}-{case[3]}" for case in FLOAT_CASES],
 )
 def test_float_weights(tmp_path, name, arch, overrides, weight_type):
     path = tinymodels.write(tmp_path / "m.gguf", arch, weight_type, **overrides)

@@ -1,21 +1,28 @@
 """Tiny random GGUF models for every architecture and every weight type.
 
 Owns the files that the truth, law and hostile-input tests run on: complete models with a tokenizer,
-a few hundred KB each, the same bytes for the same arguments. Their shapes are chosen so that what an
-engine can get wrong shows: grouped heads, a window of 8 that a short prompt crosses, full and windowed
-layers, a vocabulary that is not whole panels of 16 rows.
+a few hundred KB each, the same bytes for the same arguments. Their shapes are chosen so that what
+an engine can get wrong shows: grouped heads, a window of 8 that a short prompt crosses, full and
+windowed layers, a vocabulary that is not whole panels of 16 rows.
 
 Weights have a standard deviation of 1/sqrt(n_in), so that values keep their size through the
-layers. Quantised weights are random blocks, not quantised numbers: every code, sub-scale and minimum
-of the format occurs, and only the block's own scale is set to a sane value. The generator is
-NumPy's frozen one, because goldens/peer_tiny.npz has logits of the files of seed 0.
+layers. Quantised weights are random blocks, not quantised numbers: every code, sub-scale and
+minimum of the format occurs, and only the block's own scale is set to a sane value. The generator
+is NumPy's frozen one, because goldens/peer_tiny.npz has logits of the files of seed 0.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter, TokenType
+from gguf import (
+    GGML_QUANT_SIZES,
+    GGMLQuantizationType,
+    GGUFReader,
+    GGUFValueType,
+    GGUFWriter,
+    TokenType,
+)
 from gguf.quants import dequantize, quantize
 
 WEIGHT_TYPES = [
@@ -57,7 +64,7 @@ class Shape:
 
 
 _GEMMA = Shape(head_dim=32, tied=True, window=8, norms="both")
-# The soft caps are far below Gemma 2's 50 and 30, for at those a tiny model's scores do not feel them.
+# The soft caps are far below Gemma 2's 50 and 30: those a tiny model's scores would not feel.
 _ARCH_SHAPES = {
     "gemma3": replace(_GEMMA, n_layer=7, qk_norm="head", rope_base=1e6),
     "gemma2": replace(_GEMMA, n_layer=3, attn_softcap=2.0, final_softcap=3.0),
@@ -70,6 +77,8 @@ _ARCH_SHAPES = {
 }
 ARCHS = list(_ARCH_SHAPES)
 
+_LONGROPE = dict(rope_scaling="longrope", rope_attn_factor=1.2)
+
 # What a row of the architecture table leaves open: (name, architecture, overrides).
 VARIANTS = [
     ("smollm", "llama", dict(tied=True, n_head=3, n_head_kv=1, n_embd=96, head_dim=32)),
@@ -79,13 +88,14 @@ VARIANTS = [
     ("llama-linear", "llama", dict(rope_scaling="linear")),
     ("llama-yarn", "llama", dict(rope_scaling="yarn", rope_original_ctx=4096)),
     ("llama-yarn-attn_factor", "llama", dict(rope_scaling="yarn", rope_attn_factor=0.8)),
-    ("llama-window-unused", "llama", dict(window=8)),
+    ("llama-window", "llama", dict(window=8)),
+    ("phi3-window", "phi3", dict(window=8)),
     ("mistral-no-window", "mistral", dict(window=0)),
     ("qwen2-tied", "qwen2", dict(tied=True)),
     ("qwen3-yarn", "qwen3", dict(rope_scaling="yarn")),
     ("qwen3-untied", "qwen3", dict(tied=False)),
-    ("phi3-short", "phi3", dict(rope_scaling="longrope", rope_original_ctx=512, rope_attn_factor=1.2)),
-    ("phi3-long", "phi3", dict(rope_scaling="longrope", rope_original_ctx=64, rope_attn_factor=1.2)),
+    ("phi3-short", "phi3", dict(_LONGROPE, rope_original_ctx=512)),
+    ("phi3-long", "phi3", dict(_LONGROPE, rope_original_ctx=64)),
     ("gemma3-linear", "gemma3", dict(rope_scaling="linear", rope_factor=8.0)),
     ("gemma3-27b", "gemma3", dict(n_layer=62)),
     ("gemma2-27b", "gemma2", dict(n_layer=46)),
@@ -137,7 +147,7 @@ def write_4k(path, seed=0):
 
 
 def to_v2(path):
-    """Makes a file say version 2, in place. Little-endian files of versions 2 and 3 are laid out alike."""
+    """Makes a file say version 2, in place: little-endian files of 2 and 3 are laid out alike."""
     with open(path, "r+b") as file:
         file.seek(4)
         file.write((2).to_bytes(4, "little"))
@@ -239,7 +249,8 @@ def _add_tokenizer(writer, n_vocab):
     if n_vocab >= len(vocab) + 256:
         vocab += [(f"<0x{b:02X}>", 0.0, byte) for b in range(256)]
     letters = "etaoinshrdlucmfwypvbgkqjxz"
-    pieces = ["▁", *letters, *("▁" + x for x in letters), *"0123456789.,!?'", "th", "▁th", "▁the"]
+    pieces = ["▁", *letters, *("▁" + x for x in letters), *"0123456789.,!?'"]
+    pieces += ["th", "▁th", "▁the"]
     while len(vocab) < n_vocab:
         rank = len(vocab)
         piece = pieces.pop(0) if pieces else f"piece{rank}"

@@ -133,7 +133,8 @@ class Peer:
             self._log.seek(0)
             last = self._log.read().strip().rpartition("\n")[2]
             raise minfer.NotFoundError(
-                f"llama-cpp-python ended: {last}; give an interpreter that can import it by --vs-python"
+                f"llama-cpp-python ended with status {self._process.wait()} ({last});"
+                " name an interpreter that can run it with --vs-python"
             )
         return line
 

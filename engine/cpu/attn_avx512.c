@@ -1,12 +1,8 @@
 // Attention on AVX-512, bit for bit what attn_scalar.c defines. Two ways through a tile with the
-// same arithmetic:
-//   few rows (decode)   K is transposed in registers and used at once, nothing is stored; the next
-//   tile is prefetched
-//                       to L2 in memory order, a few lines a step (in order of use it takes twice
-//                       as long);
-//   many rows           K^T and V are copied to scratch once and serve all rows of the job as a
-//   matrix product.
-// In q.k lanes are keys, in p.v they are elements of the output.
+// same arithmetic. Few rows (decode): K is transposed in registers and used at once, nothing is
+// stored, and the next tile is prefetched to L2 in memory order (in order of use it takes twice as
+// long). Many rows: K^T and V are copied to scratch once and serve all rows of the job as a matrix
+// product. In q.k lanes are keys, in p.v they are elements of the output.
 #include "lanes_avx512.h"
 #include "attn_fold.h"
 
@@ -43,28 +39,27 @@ typedef struct rows {
     float max[16], old[16], new[16];  // of the tile; factors of the state so far and of this tile
 } rows;
 
-// Lines of the next tile's rows, in memory order.
+// The next tile's rows, to be fetched line by line in memory order. Fetches are spread among the
+// arithmetic: bunched they wait for each other, which costs a quarter of decode's speed.
 typedef struct ahead {
-    const float *const *rows;
-    const float *at, *end;
-    uint32_t row, head_dim;
+    const float *rows[ATTN_TILE];  // `absent` where there is none
+    uint32_t row_floats;
+    uint32_t inverse;  // line * inverse >> 16 is the row: exact for 64 rows of up to 32 lines
+    bool on;
 } ahead;
 
-INLINE void fetch(ahead *a, int n_lines) {
-    _Pragma("GCC unroll 1") for (int i = 0; i < n_lines; i++) {
-        if (a->at == a->end) {
-            while (a->row < ATTN_TILE && !a->rows[a->row]) a->row++;
-            if (a->row == ATTN_TILE) return;
-            a->at = a->rows[a->row++];
-            a->end = a->at + a->head_dim;
-        }
-        _mm_prefetch((const char *)a->at, _MM_HINT_T1);
-        a->at += LINE;
-    }
+static void ahead_init(ahead *a, const float *const *next, bool on, uint32_t head_dim) {
+    const uint32_t lines = head_dim / LINE;
+    a->row_floats = head_dim;
+    a->inverse = (65536 + lines - 1) / lines;
+    a->on = on;
+    if (!on) return;
+    for (int x = 0; x < ATTN_TILE; x++) a->rows[x] = next[x] ? next[x] : absent;
 }
 
-static ahead ahead_of(const float *const *next, uint32_t head_dim) {
-    return (ahead){next, NULL, NULL, next ? 0 : ATTN_TILE, head_dim};
+INLINE void fetch(const ahead *a, uint32_t line) {
+    const uint32_t row = line * a->inverse >> 16;
+    _mm_prefetch((const char *)(a->rows[row] + line * LINE - row * a->row_floats), _MM_HINT_T1);
 }
 
 // 16 keys x elements d..d+15 -> r[e]: element d + e, lane = key.
@@ -96,7 +91,7 @@ INLINE void transpose16(const float *const *k, size_t d, __m512i r[16]) {
 }
 
 // s[r][x] = q[r] . k[x], K straight from the cache.
-INLINE void scores_few(const int n, const tile_call *c, const rows *u, ahead *next) {
+INLINE void scores_few(const int n, const tile_call *c, const rows *u, const ahead *next) {
     const uint32_t head_dim = c->job->head_dim;
     for (uint32_t x = 0; x < ATTN_TILE; x += 16) {
         __m512 a[MAX_ROWS];
@@ -104,9 +99,10 @@ INLINE void scores_few(const int n, const tile_call *c, const rows *u, ahead *ne
         for (uint32_t d = 0; d < head_dim; d += 16) {
             __m512i k[16];
             transpose16(c->k + x, d, k);
-            fetch(next, 16);
+            const uint32_t line = x * (head_dim / LINE) + d;
             UNROLL for (int e = 0; e < 16; e++) {
                 const __m512 ke = _mm512_castsi512_ps(k[e]);
+                if (next->on) fetch(next, line + (uint32_t)e);
                 UNROLL for (int r = 0; r < n; r++) {
                     a[r] = _mm512_fmadd_ps(ke, _mm512_set1_ps(u->q[r][d + (size_t)e]), a[r]);
                 }
@@ -120,8 +116,9 @@ INLINE void scores_few(const int n, const tile_call *c, const rows *u, ahead *ne
 INLINE void scores_many(const int n, const tile_call *c, const rows *u) {
     const uint32_t head_dim = c->job->head_dim;
     __m512 a[BLOCK_ROWS][4];
-    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < 4; v++) a[r][v] =
-        _mm512_setzero_ps();
+    UNROLL for (int r = 0; r < n; r++) {
+        UNROLL for (int v = 0; v < 4; v++) a[r][v] = _mm512_setzero_ps();
+    }
     const float *kt = c->kt;
     for (uint32_t d = 0; d < head_dim; d++, kt += ATTN_TILE) {
         __m512 k[4];
@@ -131,8 +128,9 @@ INLINE void scores_many(const int n, const tile_call *c, const rows *u) {
             UNROLL for (int v = 0; v < 4; v++) a[r][v] = _mm512_fmadd_ps(k[v], q, a[r][v]);
         }
     }
-    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < 4; v++)
-        _mm512_storeu_ps(c->s[r] + 16 * v, a[r][v]);
+    UNROLL for (int r = 0; r < n; r++) {
+        UNROLL for (int v = 0; v < 4; v++) _mm512_storeu_ps(c->s[r] + 16 * v, a[r][v]);
+    }
 }
 
 // Scores of one row to weights in place (0 where no key); returns the 16 lane sums.
@@ -183,15 +181,17 @@ INLINE void weights(const int n, const tile_call *c, rows *u, uint32_t row) {
 
 // Elements d .. d + 16 * wide of acc[r] = fma(sum over keys of p * v, new, acc * old).
 INLINE void values_at(const int n, const int wide, const tile_call *c, const rows *u, uint32_t row,
-                      uint32_t d, uint64_t all, uint64_t any, ahead *next) {
+                      uint32_t d, uint64_t all, uint64_t any, const ahead *next) {
     __m512 a[MAX_ROWS][4];
-    UNROLL for (int r = 0; r < n; r++) UNROLL for (int v = 0; v < wide; v++) a[r][v] =
-        _mm512_setzero_ps();
-    const uint32_t first = (uint32_t)__builtin_ctzll(any),
-                   last = 63u - (uint32_t)__builtin_clzll(any);
+    UNROLL for (int r = 0; r < n; r++) {
+        UNROLL for (int v = 0; v < wide; v++) a[r][v] = _mm512_setzero_ps();
+    }
+    const uint32_t first = (uint32_t)__builtin_ctzll(any);
+    const uint32_t last = 63 - (uint32_t)__builtin_clzll(any);
     for (uint32_t x = first; x <= last; x++) {
         __m512 b[4];
-        if (next) fetch(next, wide);
+        const uint32_t line = d / LINE * ATTN_TILE + x * (uint32_t)wide;
+        if (next && next->on) UNROLL for (int v = 0; v < wide; v++) fetch(next, line + (uint32_t)v);
         if (all >> x & 1) {
             UNROLL for (int v = 0; v < wide; v++) b[v] = _mm512_loadu_ps(c->v[x] + d + 16 * v);
             UNROLL for (int r = 0; r < n; r++) {
@@ -203,8 +203,9 @@ INLINE void values_at(const int n, const int wide, const tile_call *c, const row
             UNROLL for (int r = 0; r < n; r++) {
                 const __mmask16 reads = u->keys[r] >> x & 1 ? 0xffff : 0;
                 const __m512 p = _mm512_set1_ps(c->s[r][x]);
-                UNROLL for (int v = 0; v < wide; v++) a[r][v] =
-                    _mm512_mask3_fmadd_ps(b[v], p, a[r][v], reads);
+                UNROLL for (int v = 0; v < wide; v++) {
+                    a[r][v] = _mm512_mask3_fmadd_ps(b[v], p, a[r][v], reads);
+                }
             }
         }
     }
@@ -220,7 +221,8 @@ INLINE void values_at(const int n, const int wide, const tile_call *c, const row
     }
 }
 
-INLINE void values(const int n, const tile_call *c, const rows *u, uint32_t row, ahead *next) {
+INLINE void values(const int n, const tile_call *c, const rows *u, uint32_t row,
+                   const ahead *next) {
     uint64_t all = ~(uint64_t)0, any = 0;
     UNROLL for (int r = 0; r < n; r++) {
         all &= u->keys[r];
@@ -251,8 +253,9 @@ INLINE void rows_at(const int n, rows *u, const tile_call *c, uint32_t row) {
 #define FEW(n)                                                                        \
     static __attribute__((noinline)) void few_##n(const tile_call *c, uint32_t row) { \
         rows u;                                                                       \
-        ahead k = ahead_of(row ? NULL : c->next_k, c->job->head_dim);                 \
-        ahead v = ahead_of(row ? NULL : c->next_v, c->job->head_dim);                 \
+        ahead k, v;                                                                   \
+        ahead_init(&k, c->next_k, row == 0, c->job->head_dim);                        \
+        ahead_init(&v, c->next_v, row == 0, c->job->head_dim);                        \
         rows_at(n, &u, c, row);                                                       \
         scores_few(n, c, &u, &k);                                                     \
         weights(n, c, &u, row);                                                       \

@@ -132,8 +132,7 @@ static void run_row(const pass *s, const graph_node *n, uint32_t row) {
             kv_store(s, n, row);
             break;
         case OP_GLU:
-            k->glu(y, x, row_of(s, n->in[1], row), width,
-                   n->kind == GLU_SILU ? ACT_SILU : ACT_GELU_TANH);
+            k->glu(y, x, row_of(s, n->in[1], row), width, (glu_kind)n->kind);
             break;
         case OP_ADD:
             k->add(y, y, row_of(s, n->in[1], row), width);

@@ -9,7 +9,7 @@
 #ifndef MF_CPU_KERNELS_H
 #define MF_CPU_KERNELS_H
 
-#include "../dtype.h"
+#include "../op.h"
 #include "panel.h"
 
 enum {
@@ -96,8 +96,6 @@ typedef void attn_merge_fn(uint32_t n_rows, uint32_t head_dim, const attn_state 
 // out = acc / tree(lanes) + 0, one NaN; writes the rows of the queries [i0, i1).
 typedef void attn_finish_fn(const attn_job *job, uint32_t i0, uint32_t i1, const attn_state *state);
 
-typedef enum act_kind { ACT_SILU, ACT_GELU_TANH } act_kind;
-
 typedef struct cpu_kernels {
     const char *name;  // "avx512"
     matmul_fn *matmul[DTYPE_COUNT];
@@ -114,7 +112,7 @@ typedef struct cpu_kernels {
     void (*rope)(float *x, const float *cos, const float *sin, uint32_t n_heads, uint32_t head_dim,
                  uint32_t n_rot, bool interleaved);
     void (*glu)(float *y, const float *gate, const float *up, uint32_t n,
-                act_kind kind);  // act(gate) * up
+                glu_kind kind);  // act(gate) * up
     void (*add)(float *y, const float *a, const float *b, uint32_t n);
     void (*scale)(float *y, const float *x, float by, uint32_t n);
     void (*softcap)(float *y, const float *x, float cap, uint32_t n);  // cap * tanh(x / cap)

@@ -95,16 +95,16 @@ static void rope_lanes(float *x, const float *cos, const float *sin, uint32_t n_
     }
 }
 
-static void glu_lanes(float *y, const float *gate, const float *up, uint32_t n, act_kind kind) {
+static void glu_lanes(float *y, const float *gate, const float *up, uint32_t n, glu_kind kind) {
     uint32_t i = 0;
-    if (kind == ACT_SILU)
+    if (kind == GLU_SILU)
         for (; i + LANES <= n; i += LANES)
             v_store(y + i, v_canon(v_mul(v_silu(v_load(gate + i)), v_load(up + i))));
     else
         for (; i + LANES <= n; i += LANES)
             v_store(y + i, v_canon(v_mul(v_gelu_tanh(v_load(gate + i)), v_load(up + i))));
     for (; i < n; i++) {
-        const float a = kind == ACT_SILU ? mathf_silu(gate[i]) : mathf_gelu_tanh(gate[i]);
+        const float a = kind == GLU_SILU ? mathf_silu(gate[i]) : mathf_gelu_tanh(gate[i]);
         y[i] = mathf_canon(a * up[i]);
     }
 }

@@ -63,9 +63,9 @@ static void rope_scalar(float *x, const float *cos, const float *sin, uint32_t n
     }
 }
 
-static void glu_scalar(float *y, const float *gate, const float *up, uint32_t n, act_kind kind) {
+static void glu_scalar(float *y, const float *gate, const float *up, uint32_t n, glu_kind kind) {
     for (uint32_t i = 0; i < n; i++) {
-        const float a = kind == ACT_SILU ? mathf_silu(gate[i]) : mathf_gelu_tanh(gate[i]);
+        const float a = kind == GLU_SILU ? mathf_silu(gate[i]) : mathf_gelu_tanh(gate[i]);
         y[i] = mathf_canon(a * up[i]);
     }
 }
