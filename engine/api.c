@@ -3,9 +3,9 @@
 #include <stdio.h>
 #include <string.h>
 
+#include "api_args.h"
 #include "cpu/kernels.h"
 #include "engine.h"
-#include "error.h"
 
 const char *mf_version(void) { return MF_VERSION; }
 
@@ -20,54 +20,13 @@ const char *mf_isas(void) {
     return text;
 }
 
-static int null_arg(const char *function, const char *name) {
-    return fail(MF_ARG, "%s: %s is NULL; pass a pointer", function, name);
-}
-
-#define NOT_NULL(pointer) \
-    if (!(pointer)) return null_arg(__func__, #pointer)
-
-// No header ever had a struct of another size, and half a pointer must not be copied.
-static bool is_struct_size(size_t size, size_t least) {
-    return size >= least && size <= 4096 && size % sizeof(size_t) == 0;
-}
-
-// Option structs of an older header are shorter (the rest is zero: the defaults), those of a newer
-// one longer: allowed as long as what this build does not know is zero.
-static int copy_options(void *to, size_t known, const void *from, size_t least,
-                        const char *function) {
-    memset(to, 0, known);
-    if (!from) return MF_OK;
-    const size_t size = *(const size_t *)from;
-    if (!is_struct_size(size, least))
-        return fail(MF_ARG, "%s: options.size is %zu; set it to sizeof of the struct", function,
-                    size);
-    for (size_t i = known; i < size; i++)
-        if (((const char *)from)[i])
-            return fail(MF_UNSUPPORTED,
-                        "%s: options.size is %zu and uses fields this build (%s) does not know",
-                        function, size, MF_VERSION);
-    memcpy(to, from, size < known ? size : known);
-    return MF_OK;
-}
-
-// Fills in as much of an out-struct as its caller knows.
-static int copy_out(void *to, const void *from, size_t known, const char *function) {
-    const size_t size = *(const size_t *)to;
-    if (!is_struct_size(size, 2 * sizeof size))
-        return fail(MF_ARG, "%s: out.size is %zu; set it to sizeof of the struct", function, size);
-    memcpy((char *)to + sizeof size, (const char *)from + sizeof size,
-           (size < known ? size : known) - sizeof size);
-    return MF_OK;
-}
-
 // ---- models ----------------------------------------------------------------------------------
 
 int mf_model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
     NOT_NULL(out);
     NOT_NULL(file);
     mf_model_options o;
-    TRY(copy_options(&o, sizeof o, options, sizeof(size_t), __func__));
+    TRY(api_options(&o, sizeof o, options, sizeof(size_t), __func__));
     if (o.n_threads > 1024)
         return fail(MF_ARG, "mf_model_load: n_threads is %u; at most 1024", o.n_threads);
     const uint64_t saved = fpenv_enter();  // constants are computed here: no mode of the host's
@@ -98,13 +57,13 @@ int mf_model_get_info(mf_model_info *out, const mf_model *model) {
         .n_params = model->n_params,
         .weight_bytes = model->weight_bytes,
     };
-    return copy_out(out, &info, sizeof info, __func__);
+    return api_fill(out, &info, sizeof info, __func__);
 }
 
 // ---- engines ---------------------------------------------------------------------------------
 
 static int check_engine(const mf_engine *e, const char *function) {
-    if (!e) return null_arg(function, "engine");
+    if (!e) return api_null(function, "engine");
     // Cheap, and right for every handle that is still memory: a freed engine has no magic.
     if (e->magic != ENGINE_MAGIC)
         return fail(MF_ARG, "%s: engine is not an open mf_engine", function);
@@ -120,7 +79,7 @@ int mf_engine_new(mf_engine **out, mf_model *model, const mf_engine_options *opt
     NOT_NULL(out);
     NOT_NULL(model);
     mf_engine_options o;
-    TRY(copy_options(&o, sizeof o, options, sizeof(size_t), __func__));
+    TRY(api_options(&o, sizeof o, options, sizeof(size_t), __func__));
     TRY(check_range("n_ctx", o.n_ctx, KV_POS_MAX));
     TRY(check_range("n_seq", o.n_seq, 4096));
     TRY(check_range("n_batch", o.n_batch, 1 << 16));
@@ -173,7 +132,7 @@ static int check_forward(const float *logits, size_t n_floats, const mf_engine *
     if (!size_mul(&need, rows, e->m->p.n_vocab) || need != n_floats)
         return fail(MF_ARG, "mf_engine_forward: n_floats is %zu; %zu rows of %u logits are needed",
                     n_floats, rows, e->m->p.n_vocab);
-    if (need && !logits) return null_arg("mf_engine_forward", "logits");
+    if (need && !logits) return api_null("mf_engine_forward", "logits");
     return MF_OK;
 }
 
@@ -199,7 +158,7 @@ int mf_engine_stats(mf_stats *out, mf_engine *engine) {
     pthread_mutex_lock(&engine->lock);
     engine_get_stats(engine, &stats);
     pthread_mutex_unlock(&engine->lock);
-    return copy_out(out, &stats, sizeof stats, __func__);
+    return api_fill(out, &stats, sizeof stats, __func__);
 }
 
 static backend_stats stats_of(const mf_engine *engine) {
@@ -286,7 +245,7 @@ int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group) {
         .bytes_per_token = engine_bytes_per_token(engine, group),
     };
     pthread_mutex_unlock(&engine->lock);
-    return copy_out(out, &info, sizeof info, __func__);
+    return api_fill(out, &info, sizeof info, __func__);
 }
 
 int mf_kv_layer_group(uint32_t *group, mf_engine *engine, uint32_t layer) {

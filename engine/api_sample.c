@@ -3,7 +3,7 @@
 #include <inttypes.h>
 #include <math.h>
 
-#include "error.h"
+#include "api_args.h"
 #include "pool.h"
 #include "sampler.h"
 
@@ -20,12 +20,6 @@ static int check_factor(float value, const char *field, const char *meaning_of_0
 }
 
 static int check_sampling(const mf_sampling *s) {
-    if (s->size != sizeof *s) {
-        return fail(MF_ARG,
-                    "sampling.size: %zu, but mf_sampling has %zu bytes; set it to "
-                    "sizeof(mf_sampling) and use the header of this library",
-                    s->size, sizeof *s);
-    }
     if (s->top_k < 0) {
         return fail(MF_ARG, "sampling.top_k: %" PRId32 " is negative; 0 switches it off", s->top_k);
     }
@@ -48,6 +42,9 @@ static int check_recent(const int32_t *recent, size_t n_recent, size_t n_vocab) 
     return MF_OK;
 }
 
+// Bytes of mf_sampling in the first header: no caller has less.
+enum { FIRST_SIZE = offsetof(mf_sampling, choice) + sizeof(uint64_t) };
+
 int mf_sample(int32_t *token, const float *logits, size_t n_vocab, const mf_sampling *sampling,
               const int32_t *recent, size_t n_recent, uint64_t position) {
     if (!token) return fail(MF_ARG, "token: NULL; pass where the token is to be written");
@@ -56,11 +53,13 @@ int mf_sample(int32_t *token, const float *logits, size_t n_vocab, const mf_samp
     if (n_vocab < 1 || n_vocab > INT32_MAX) {
         return fail(MF_ARG, "n_vocab: %zu is outside [1, 2^31); pass the model's n_vocab", n_vocab);
     }
-    TRY(check_sampling(sampling));
+    mf_sampling s;
+    TRY(api_options(&s, sizeof s, sampling, FIRST_SIZE, __func__));
+    TRY(check_sampling(&s));
     TRY(check_recent(recent, n_recent, n_vocab));
     // A host's rounding mode or flush-to-zero must not change the token.
     const uint64_t saved = fpenv_enter();
-    const int status = sampler_pick(token, logits, n_vocab, sampling, recent, n_recent, position);
+    const int status = sampler_pick(token, logits, n_vocab, &s, recent, n_recent, position);
     fpenv_restore(saved);
     return status;
 }

@@ -29,6 +29,8 @@ const gguf_tensor *gguf_tensor_at(const mf_gguf *file, uint64_t index);
 // Tells the system that a tensor's pages are not needed any more.
 void gguf_forget(const mf_gguf *file, const gguf_tensor *tensor);
 
+// Where a key is, if it is there; unlike mf_gguf_find it leaves no error for what is optional.
+bool gguf_find_key(uint64_t *index, const mf_gguf *file, const char *key);
 // Scalars by key. When absent: *out = fallback (or MF_FORMAT naming the key, for the _required
 // ones). A value of the wrong type or outside [min, max] is MF_FORMAT naming file, key and value,
 // always.

@@ -216,14 +216,18 @@ int mf_gguf_kv(mf_kv_info *out, const mf_gguf *file, uint64_t index) {
     return MF_OK;
 }
 
+bool gguf_find_key(uint64_t *index, const mf_gguf *file, const char *key) {
+    const gguf_kv *kv = gguf_kvs_find(&file->kvs, key);
+    if (kv) *index = (uint64_t)(kv - file->kvs.items);
+    return kv;
+}
+
 int mf_gguf_find(uint64_t *index, const mf_gguf *file, const char *key) {
     if (!index || !file || !key) {
         return fail(MF_ARG, "mf_gguf_find: %s is NULL", !index ? "index" : !file ? "file" : "key");
     }
-    const gguf_kv *kv = gguf_kvs_find(&file->kvs, key);
-    if (!kv) return fail(MF_NOT_FOUND, "%s: there is no key %s", gguf_path(file), key);
-    *index = (uint64_t)(kv - file->kvs.items);
-    return MF_OK;
+    if (gguf_find_key(index, file, key)) return MF_OK;
+    return fail(MF_NOT_FOUND, "%s: there is no key %s", gguf_path(file), key);
 }
 
 // What mf_gguf_ints and mf_gguf_floats check alike.

@@ -36,7 +36,7 @@ static int read_heads(uint32_t *out, reader *r, const char *suffix, uint32_t fal
     const char *key = key_of(r, suffix);
     uint64_t index;
     mf_kv_info info;
-    if (mf_gguf_find(&index, r->file, key)) {
+    if (!gguf_find_key(&index, r->file, key)) {
         if (!fallback) return fail(MF_FORMAT, "%s: key %s is missing", gguf_path(r->file), key);
         *out = fallback;
         return MF_OK;
@@ -104,7 +104,7 @@ static int read_window(model_params *p, reader *r) {
     uint64_t index;
     mf_kv_info info;
     const char *key = key_of(r, "attention.sliding_window_pattern");
-    if (!mf_gguf_find(&index, r->file, key)) {
+    if (gguf_find_key(&index, r->file, key)) {
         TRY(mf_gguf_kv(&info, r->file, index));
         if (info.is_array)
             return fail(MF_UNSUPPORTED,
@@ -183,14 +183,11 @@ int model_params_read(model_params *out, const mf_gguf *file) {
     TRY(read_window(&p, &r));
     TRY(read_rope(&p, &r));
     TRY(read_scales(&p, &r));
-    uint64_t moe;
-    if (!mf_gguf_find(&moe, file, key_of(&r, "expert_count"))) {
-        uint32_t n;
-        TRY(gguf_u32(&n, file, r.key, 0, 0, UINT32_MAX));
-        if (n)
-            return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs dense models only",
-                        gguf_path(file), r.key, n);
-    }
+    uint32_t n_expert;
+    TRY(gguf_u32(&n_expert, file, key_of(&r, "expert_count"), 0, 0, UINT32_MAX));
+    if (n_expert)
+        return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs dense models only",
+                    gguf_path(file), r.key, n_expert);
     *out = p;
     return MF_OK;
 }

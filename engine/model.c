@@ -237,7 +237,7 @@ static int read_vocab(mf_model *m) {
     m->p.n_vocab = (uint32_t)t->dims[1];
     uint64_t index;
     mf_kv_info info;
-    if (mf_gguf_find(&index, m->file, "tokenizer.ggml.tokens")) return MF_OK;
+    if (!gguf_find_key(&index, m->file, "tokenizer.ggml.tokens")) return MF_OK;
     TRY(mf_gguf_kv(&info, m->file, index));
     if (info.n != m->p.n_vocab)
         return fail(MF_FORMAT,

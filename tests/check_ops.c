@@ -11,12 +11,12 @@ enum { MAX_N = 700, GUARD = 24, TRIALS = 300 };
 
 static int failures;
 
-static void report(const char *isa, const char *op, uint32_t n, const float *want, const float *got,
-                   size_t words) {
+static void report(const char *isa, const char *what, uint32_t n, const float *want,
+                   const float *got, size_t words) {
     for (size_t i = 0; i < words; i++) {
         if (!memcmp(want + i, got + i, sizeof *want)) continue;
-        printf("FAILED %s %s, n %u: word %zu (output starts at %d) is %a, must be %a\n", isa, op, n,
-               i, GUARD, (double)got[i], (double)want[i]);
+        printf("FAILED %s %s, n %u: word %zu (output starts at %d) is %a, must be %a\n", isa, what,
+               n, i, GUARD, (double)got[i], (double)want[i]);
         failures++;
         return;
     }
@@ -56,7 +56,7 @@ static void check_elementwise(const cpu_kernels *c, const cpu_kernels *s, uint64
     const size_t words = MAX_N + 2 * GUARD;
     fill(m.a, words, rng, special);
     fill(m.b, words, rng, special);
-    for (int op = 0; op < 7; op++) {
+    for (int what = 0; what < 7; what++) {
         static const char *const names[] = {
             "rms_norm", "rms_norm without weights", "glu silu", "glu gelu", "add", "scale",
             "softcap"};
@@ -64,15 +64,15 @@ static void check_elementwise(const cpu_kernels *c, const cpu_kernels *s, uint64
             const cpu_kernels *k = turn ? c : s;
             float *y = turn ? m.got : m.want, *out = y + GUARD;
             memcpy(y, m.a, sizeof m.a);
-            if (op == 0) k->rms_norm(out, a, b, n, 1e-6f);
-            if (op == 1) k->rms_norm(out, out, NULL, n, 1e-5f);
-            if (op == 2) k->glu(out, a, b, n, GLU_SILU);
-            if (op == 3) k->glu(out, a, b, n, GLU_GELU_TANH);
-            if (op == 4) k->add(out, out, b, n);
-            if (op == 5) k->scale(out, a, by, n);
-            if (op == 6) k->softcap(out, a, cap, n);
+            if (what == 0) k->rms_norm(out, a, b, n, 1e-6f);
+            if (what == 1) k->rms_norm(out, out, NULL, n, 1e-5f);
+            if (what == 2) k->glu(out, a, b, n, GLU_SILU);
+            if (what == 3) k->glu(out, a, b, n, GLU_GELU_TANH);
+            if (what == 4) k->add(out, out, b, n);
+            if (what == 5) k->scale(out, a, by, n);
+            if (what == 6) k->softcap(out, a, cap, n);
         }
-        report(c->name, names[op], n, m.want, m.got, words);
+        report(c->name, names[what], n, m.want, m.got, words);
     }
 }
 

@@ -419,9 +419,9 @@ static void test_refusals(void) {
     s = good;                        \
     s.field = value;                 \
     refuse(mf_sample(&t, logits, 4, &s, NULL, 0, 0), MF_ARG, t, needle)
-    REFUSE(size, 0, "sampling.size: 0,");
-    REFUSE(size, sizeof s - 1, "sampling.size: 47,");
-    REFUSE(size, SIZE_MAX, "sampling.size: 18446744073709551615,");
+    REFUSE(size, 0, "options.size is 0;");
+    REFUSE(size, sizeof s - 1, "options.size is 47;");
+    REFUSE(size, SIZE_MAX, "options.size is 18446744073709551615;");
     REFUSE(temperature, -0.5f, "sampling.temperature: -0.5");
     REFUSE(temperature, NAN, "sampling.temperature: nan");
     REFUSE(temperature, INFINITY, "sampling.temperature: inf");
