@@ -1,7 +1,7 @@
 """Turns engine/minfer.h into cffi declarations: cdef.py HEADER OUTPUT COMPILER...
 
-Keeps what the preprocessor says comes from the header itself, so the declarations cannot drift from it
-and the system's headers do not get in.
+Keeps what the preprocessor says comes from the header itself, so the declarations cannot drift
+from it and the system's headers do not get in.
 """
 
 import re
@@ -11,7 +11,9 @@ import sys
 
 def main() -> None:
     header, output, *compiler = sys.argv[1:]
-    text = subprocess.run([*compiler, "-E", header], check=True, capture_output=True, text=True).stdout
+    text = subprocess.run(
+        [*compiler, "-E", header], check=True, capture_output=True, text=True
+    ).stdout
     kept, inside = [], False
     for line in text.splitlines():
         marker = re.match(r'#\s+\d+\s+"(.*)"', line)

@@ -1,4 +1,4 @@
-// The public header alone must be plain C99: this file is compiled with -std=c99 -Wpedantic -Werror.
+// The public header alone must be plain C99: compiled with -std=c99 -Wpedantic -Werror.
 #include "minfer.h"
 
 int header_is_c99(void);

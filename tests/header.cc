@@ -1,5 +1,5 @@
-// The public header alone must be C++17, and its structs keep their sizes: they grow at the end only, with the soversion
-// unchanged, and each change here is a decision.
+// The public header alone must be C++17, and its structs keep their sizes: they grow at the end
+// only, and each change here is a decision.
 #include "minfer.h"
 
 static_assert(sizeof(mf_kv_info) == 32);

@@ -1,4 +1,4 @@
-"""The command line as a person or a script meets it: exit statuses, what goes to which stream, Ctrl-C."""
+"""The command line as people and scripts meet it: exit statuses, streams, Ctrl-C."""
 
 import json
 import os
@@ -48,10 +48,14 @@ def test_usage_errors(args):
     assert out == "" and "usage: minfer" in err
 
 
-@pytest.mark.parametrize("command", [("run", "absent.gguf", "hi"), ("info", "absent.gguf"), ("bench", "absent.gguf")])
+@pytest.mark.parametrize(
+    "command", [("run", "absent.gguf", "hi"), ("info", "absent.gguf"), ("bench", "absent.gguf")]
+)
 def test_one_line_for_an_error(command):
     out, err = minfer(*command, status=1)
-    assert out == "" and err.count("\n") == 1 and err.startswith("minfer: ") and "absent.gguf" in err
+    assert (
+        out == "" and err.count("\n") == 1 and err.startswith("minfer: ") and "absent.gguf" in err
+    )
 
 
 def test_refusals_are_errors_too(tiny_path):
@@ -81,7 +85,11 @@ def test_json_is_one_object():
     out, err = minfer(*args)
     assert err == "" and out.count("\n") == 1
     report = json.loads(out)
-    assert report["text"].startswith(" the capital of") and len(report["tokens"]) == 8 and report["finish"] == "length"
+    assert (
+        report["text"].startswith(" the capital of")
+        and len(report["tokens"]) == 8
+        and report["finish"] == "length"
+    )
     assert report["prefill"]["tokens"] == 6 and report["decode"]["tokens"] == 7
     again = json.loads(minfer(*args, "--threads", 1)[0])
     assert again["tokens"] == report["tokens"] and again["threads"] == 1
@@ -89,7 +97,8 @@ def test_json_is_one_object():
 
 def test_seeds():
     texts = [
-        minfer("run", "demo", PROMPT, "-n", 12, "--seed", seed, "--temp", "1.5")[0] for seed in (1, 1, 2)
+        minfer("run", "demo", PROMPT, "-n", 12, "--seed", seed, "--temp", "1.5")[0]
+        for seed in (1, 1, 2)
     ]
     assert texts[0] == texts[1] != texts[2]
 
@@ -122,14 +131,26 @@ def test_bench(tiny_path):
 
 def test_bench_without_the_peer(tiny_path):
     out, err = minfer(
-        "bench", tiny_path, "-p", 8, "-n", 2, "--vs", "llama-cpp-python", "--vs-python", "/bin/false", status=1
+        "bench",
+        tiny_path,
+        "-p",
+        8,
+        "-n",
+        2,
+        "--vs",
+        "llama-cpp-python",
+        "--vs-python",
+        "/bin/false",
+        status=1,
     )
     assert out == "" and err.count("\n") == 1 and "--vs-python" in err
 
 
 def _interrupted(*args, wait_for=b"", delay=0.0):
-    """Sends Ctrl-C after `wait_for` came out and `delay` seconds; gives (status, seconds, stdout, stderr)."""
-    process = subprocess.Popen([*MINFER, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """Sends Ctrl-C once `wait_for` is out, `delay` seconds later; (status, seconds, stdout, stderr)."""
+    process = subprocess.Popen(
+        [*MINFER, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
     seen = b""
     while len(seen) < len(wait_for):
         seen += os.read(process.stdout.fileno(), 1)
@@ -141,7 +162,9 @@ def _interrupted(*args, wait_for=b"", delay=0.0):
 
 
 def test_ctrl_c_while_decoding():
-    status, seconds, out, err = _interrupted("run", "demo", PROMPT, "-n", 100000, wait_for=b"x" * 20)
+    status, seconds, out, err = _interrupted(
+        "run", "demo", PROMPT, "-n", 100000, wait_for=b"x" * 20
+    )
     assert status == 130 and seconds < 3 and b"Traceback" not in err
     assert len(out) >= 20 and b"decoded" in err
 

@@ -1,4 +1,4 @@
-"""The library without Python: what `meson install` gives, and a C program built against nothing else."""
+"""The library without Python: what `meson install` gives, and a C program built on that alone."""
 
 import os
 import re
@@ -67,7 +67,9 @@ def test_a_program_on_the_public_abi(prefix, tiny_path, tmp_path, linking):
     environment = os.environ | {"PKG_CONFIG_PATH": str(prefix / "lib" / "pkgconfig")}
     flags = run("pkg-config", "--cflags", "--libs", *linking, "minfer", env=environment).split()
     if linking:
-        flags = [str(prefix / "lib" / "libminfer.a") if flag == "-lminfer" else flag for flag in flags]
+        flags = [
+            str(prefix / "lib" / "libminfer.a") if flag == "-lminfer" else flag for flag in flags
+        ]
     program = tmp_path / "decode"
     source = ROOT / "tools" / "decode.c"
     warnings = ["-Wall", "-Wextra", "-Wpedantic", "-Werror"]
@@ -81,5 +83,7 @@ def test_a_program_on_the_public_abi(prefix, tiny_path, tmp_path, linking):
             expected.append(int(np.argmax(engine.forward_cached(expected[-1:]))))
     assert list(map(int, printed.split())) == expected
 
-    refused = subprocess.run([program, "absent.gguf", "1", "1"], env=environment, capture_output=True, text=True)
+    refused = subprocess.run(
+        [program, "absent.gguf", "1", "1"], env=environment, capture_output=True, text=True
+    )
     assert refused.returncode == 1 and "absent.gguf" in refused.stderr

@@ -13,12 +13,18 @@ PROMPT = list(range(3, 40))
 STEPS = 24
 
 
-@pytest.mark.parametrize(("arch", "weights"), [("gemma3", "Q4_K"), ("llama", "F16"), ("qwen2", "Q5_0")])
+@pytest.mark.parametrize(
+    ("arch", "weights"), [("gemma3", "Q4_K"), ("llama", "F16"), ("qwen2", "Q5_0")]
+)
 def test_neon_decodes_the_same_tokens(tmp_path, arch, weights):
     program = os.environ.get("MINFER_ARM_DECODE")
     if not program:
-        pytest.skip("MINFER_ARM_DECODE is not set: tools/test builds for NEON where the cross compiler is")
-    path = tinymodels.write(tmp_path / "model.gguf", arch, weights, tied=False)  # tied ones repeat themselves
+        pytest.skip(
+            "MINFER_ARM_DECODE is not set: tools/test builds for NEON where the cross compiler is"
+        )
+    path = tinymodels.write(
+        tmp_path / "model.gguf", arch, weights, tied=False
+    )  # tied ones repeat themselves
     command = [*program.split(), path, str(STEPS), *map(str, PROMPT)]
     printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     with minfer.load(path) as engine:

@@ -89,7 +89,9 @@ def test_batch_equals_solo(engine):
     expected = [engine.forward_cached(TOKENS[i:], seq=i, logits="all") for i in range(3)]
     for seq in range(3):
         engine.kv.free(seq)
-    chunks = [minfer.Chunk(i, TOKENS[i:], "all") for i in (2, 0)] + [minfer.Chunk(1, TOKENS[1:], "none")]
+    chunks = [minfer.Chunk(i, TOKENS[i:], "all") for i in (2, 0)] + [
+        minfer.Chunk(1, TOKENS[1:], "none")
+    ]
     out = engine.forward_batch(chunks)
     assert [len(o) for o in out] == [4, 6, 0]
     assert out[0].tobytes() == expected[2].tobytes() and out[1].tobytes() == expected[0].tobytes()
@@ -577,11 +579,15 @@ def test_generate_is_a_function_of_its_arguments(engine):
 
 
 def test_generate_equals_steps_by_hand(engine):
-    sampling = minfer.Sampling(seed=5, repeat_penalty=1.3)
-    pieces = engine.generate(TOKENS, max_tokens=12, seed=5, repeat_penalty=1.3)
+    liked = engine.generate(TOKENS, max_tokens=20, seed=5)
+    list(liked)
+    engine.kv.free(0)
+    prompt = liked.ids + TOKENS  # what the penalty takes away would be picked again
+    sampling = minfer.Sampling(seed=5, repeat_penalty=20.0)
+    pieces = engine.generate(prompt, max_tokens=12, seed=5, repeat_penalty=20.0)
     list(pieces)
-    history = list(TOKENS)
-    logits = engine.forward_cached(TOKENS, seq=1)
+    history = list(prompt)
+    logits = engine.forward_cached(prompt, seq=1)
     for token in pieces.ids:
         assert sampling.pick(logits[0], engine.kv.next_pos(1), history[-64:]) == token
         history.append(token)
@@ -622,13 +628,18 @@ def test_stop_strings_span_pieces(demo_path):
             stop = whole[first:last]
             engine.kv.free(0)
             pieces = engine.generate(
-                "The capital of France is", max_tokens=24, temperature=0, stop=["no such text", stop]
+                "The capital of France is",
+                max_tokens=24,
+                temperature=0,
+                stop=["no such text", stop],
             )
             assert "".join(pieces) == whole[: whole.index(stop)]
             assert pieces.finish == "stop"
         engine.kv.free(0)
         unfinished = whole[-3:] + "and more"
-        pieces = engine.generate("The capital of France is", max_tokens=24, temperature=0, stop=unfinished)
+        pieces = engine.generate(
+            "The capital of France is", max_tokens=24, temperature=0, stop=unfinished
+        )
         assert "".join(pieces) == whole
 
 
@@ -636,7 +647,9 @@ def test_demo_joins_once_and_survives_rivals(tmp_path):
     code = "import minfer.demo; print(minfer.demo.model_path('demo'))"
     environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
     rivals = [
-        subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True)
+        subprocess.Popen(
+            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
+        )
         for _ in range(2)
     ]
     paths = {rival.communicate()[0].strip() for rival in rivals}

@@ -1,4 +1,4 @@
-"""minfer bench: prefill and decode in tokens per second, alone or in turns with llama-cpp-python."""
+"""minfer bench: prefill and decode per second, alone or in turns with llama-cpp-python."""
 
 import json
 import os
@@ -79,7 +79,9 @@ def _rates(rows: list[tuple[float, float]], args) -> dict[str, float]:
     }
 
 
-def _measure(engine: minfer.Engine, depth: int, n_prefill: int, n_decode: int) -> tuple[float, float]:
+def _measure(
+    engine: minfer.Engine, depth: int, n_prefill: int, n_decode: int
+) -> tuple[float, float]:
     """Seconds to prefill and to decode, each with `depth` tokens in the cache before."""
     ids = [i * 7919 % engine.n_vocab for i in range(depth + max(n_prefill, n_decode + 1))]
 
@@ -142,8 +144,8 @@ class Peer:
 def _show(report: dict[str, Any]) -> None:
     console = Console()
     console.print(
-        f"{report['model']}: {report['isa']}, {report['threads']} threads, {report['kv_format']} cache, "
-        f"loaded in {report['load_seconds']:.2f} s",
+        f"{report['model']}: {report['isa']}, {report['threads']} threads, "
+        f"{report['kv_format']} cache, loaded in {report['load_seconds']:.2f} s",
         soft_wrap=True,
         highlight=False,
     )
@@ -156,5 +158,7 @@ def _show(report: dict[str, Any]) -> None:
         table.add_row("ratio", *(f"{report['ratio'][key]:.2f}x" for key in ("prefill", "decode")))
     console.print(table)
     console.print(
-        f"medians of {report['repetitions']} at depth {report['depth']}", highlight=False, soft_wrap=True
+        f"medians of {report['repetitions']} at depth {report['depth']}",
+        highlight=False,
+        soft_wrap=True,
     )

@@ -1,7 +1,7 @@
 """The other side of `minfer bench --vs`: runs llama-cpp-python in its own process and interpreter.
 
-bench_peer.py MODEL N_CTX N_BATCH N_THREADS, then per line of stdin "DEPTH PREFILL DECODE"; answers each with the
-seconds of both as a JSON list. Imports nothing of minfer.
+bench_peer.py MODEL N_CTX N_BATCH N_THREADS, then per line of stdin "DEPTH PREFILL DECODE"; answers
+each with the seconds of both as a JSON list. Imports nothing of minfer.
 """
 
 import ctypes

@@ -1,6 +1,7 @@
-"""Checks that includes go down: check_layers.py [ENGINE_FOLDER]. Exit status 1 and a line for each that goes up.
+"""Checks that includes go down: check_layers.py [ENGINE_FOLDER].
 
-The layers are the numbered headings of engine/meson.build. A header has the layer of the .c file of its name; one
+Prints a line for each that goes up, and ends with status 1 if there is one. The layers are the
+numbered headings of engine/meson.build. A header has the layer of the .c file of its name; one
 without says it in its first line, "// Layer 4: ...". minfer.h may be included by all.
 """
 
@@ -19,7 +20,9 @@ def read_layers(engine: Path) -> dict[str, int]:
             layer = int(heading[1])
         elif source := re.match(r"\s*'([\w/]+\.c)',$", line):
             if layer is None:
-                sys.exit(f"{source[1]} is listed above the first layer heading of engine/meson.build")
+                sys.exit(
+                    f"{source[1]} is listed above the first layer heading of engine/meson.build"
+                )
             layers[source[1]] = layer
     return layers
 
@@ -31,7 +34,9 @@ def read_includes(engine: Path) -> dict[str, list[str]]:
         names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', file.read_text(), re.MULTILINE)
         found = []
         for name in names:
-            places = [p for p in ((file.parent / name).resolve(), (engine / name).resolve()) if p.exists()]
+            places = [
+                p for p in ((file.parent / name).resolve(), (engine / name).resolve()) if p.exists()
+            ]
             found.append(str(places[0].relative_to(engine.resolve())) if places else name)
         includes[str(file.relative_to(engine))] = found
     return includes
@@ -53,7 +58,7 @@ def find_errors(engine: Path) -> list[str]:
             elif said:
                 layers[file] = int(said[1])
     errors = [
-        f"{file} has no layer: list it in engine/meson.build, or let a header say it in its first line"
+        f"{file} has no layer: list it in engine/meson.build, or say it in a header's first line"
         for file in includes
         if file not in layers
     ]
@@ -62,7 +67,9 @@ def find_errors(engine: Path) -> list[str]:
             if name not in layers:
                 errors.append(f"{file} includes {name}, which has no layer")
             elif layers.get(file, layers[name]) < layers[name]:
-                errors.append(f"{file} (layer {layers[file]}) includes {name} (layer {layers[name]})")
+                errors.append(
+                    f"{file} (layer {layers[file]}) includes {name} (layer {layers[name]})"
+                )
     return errors
 
 

@@ -1,4 +1,4 @@
-"""The command `minfer`: parses arguments, runs a subcommand, turns errors into one line and an exit status.
+"""The command `minfer`: parses arguments, runs a subcommand, turns errors into one line.
 
 Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C.
 """
@@ -59,7 +59,9 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "-r", type=_positive, default=5, metavar="N", help="repetitions; medians are shown (5)"
     )
-    bench.add_argument("--vs", choices=["llama-cpp-python"], help="measure this in turns with minfer")
+    bench.add_argument(
+        "--vs", choices=["llama-cpp-python"], help="measure this in turns with minfer"
+    )
     bench.add_argument(
         "--vs-python", metavar="PATH", default=sys.executable, help="interpreter that can import it"
     )
@@ -75,7 +77,9 @@ def _command(commands, name: str, module: str, about: str) -> argparse.ArgumentP
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
     command.add_argument("--n-ctx", type=_positive, metavar="N", help="tokens the cache can hold")
-    command.add_argument("--cache-type", choices=list(minfer.KvFormat), help="format of the KV cache")
+    command.add_argument(
+        "--cache-type", choices=list(minfer.KvFormat), help="format of the KV cache"
+    )
     command.add_argument("--threads", type=_positive, metavar="N", help="default: one per core")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
 
@@ -92,7 +96,9 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--top-k", type=_natural, default=40, metavar="K", help="0: off (40)")
     command.add_argument("--top-p", type=float, default=0.95, metavar="P", help="1: off (0.95)")
     command.add_argument("--min-p", type=float, default=0.05, metavar="P", help="0: off (0.05)")
-    command.add_argument("--repeat-penalty", type=float, default=1.0, metavar="R", help="1: off (1)")
+    command.add_argument(
+        "--repeat-penalty", type=float, default=1.0, metavar="R", help="1: off (1)"
+    )
     command.add_argument("--seed", type=_natural, default=0, metavar="S", help="of the sampler (0)")
     command.add_argument(
         "--no-template", action="store_true", help="do not use the model's chat template"

@@ -1,5 +1,5 @@
-// decode MODEL N_TOKENS ID...: feeds the token ids to a model, decodes N_TOKENS more by always taking the likeliest, and
-// prints their ids on one line. A program on the public ABI alone:
+// decode MODEL N_TOKENS ID...: feeds the token ids to a model, decodes N_TOKENS more by always
+// taking the likeliest, and prints their ids on one line. A program on the public ABI alone:
 //
 //   cc -std=c11 decode.c $(pkg-config --cflags --libs minfer) -o decode
 #include <minfer.h>
@@ -12,9 +12,10 @@ static int complain(const char *what) {
 }
 
 // Appends `tokens` [n_tokens] to sequence 0 and picks the likeliest next one.
-static int next_token(int32_t *next, mf_engine *engine, const int32_t *tokens, size_t n_tokens, float *logits,
-                      size_t n_vocab) {
-    const mf_chunk chunk = {.seq = 0, .logits = MF_LOGITS_LAST, .tokens = tokens, .n_tokens = n_tokens};
+static int next_token(int32_t *next, mf_engine *engine, const int32_t *tokens, size_t n_tokens,
+                      float *logits, size_t n_vocab) {
+    const mf_chunk chunk = {
+        .seq = 0, .logits = MF_LOGITS_LAST, .tokens = tokens, .n_tokens = n_tokens};
     const mf_sampling greedy = {.size = sizeof greedy};
     uint32_t pos;
     int status = mf_engine_forward(logits, n_vocab, engine, &chunk, 1);
@@ -23,7 +24,8 @@ static int next_token(int32_t *next, mf_engine *engine, const int32_t *tokens, s
     return status;
 }
 
-static int decode(mf_engine *engine, size_t n_vocab, long n_tokens, const int32_t *prompt, size_t n_prompt) {
+static int decode(mf_engine *engine, size_t n_vocab, long n_tokens, const int32_t *prompt,
+                  size_t n_prompt) {
     float *logits = malloc(n_vocab * sizeof *logits);
     if (!logits) return MF_NOMEM;
     int32_t token = 0;

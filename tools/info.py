@@ -92,7 +92,9 @@ def _show(report: dict[str, Any]) -> None:
         groups.add_row(row["kind"], str(row["n_layers"]), cells, cost)
     console.print(groups)
 
-    parts = ", ".join(f"{part} {render.size(memory[part])}" for part in ("weights", "kv", "compute"))
+    parts = ", ".join(
+        f"{part} {render.size(memory[part])}" for part in ("weights", "kv", "compute")
+    )
     fits = "fits" if memory["needed"] <= memory["machine"] else "does not fit"
     console.print(
         f"memory for a context of {report['n_ctx']:,} tokens: {render.size(memory['needed'])}"

@@ -10,7 +10,7 @@ BAR_DELAY = 0.5  # seconds; what is over sooner shows no bar
 
 
 class Bar:
-    """A progress bar on stderr while a `with` block runs, if it is a terminal and the block is slow.
+    """A progress bar on stderr while a `with` block runs, if that is a terminal and the block slow.
 
     Called with (what, done, total) it moves on; until then it only shows that something happens.
     """
@@ -42,7 +42,7 @@ class Bar:
 
 
 def printable(text: str) -> str:
-    """Text without control characters other than tab and newline: models may emit escape sequences."""
+    """Text without control characters but tab and newline: models may emit escape sequences."""
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 

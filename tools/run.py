@@ -35,8 +35,8 @@ def main(args) -> int:
 
 
 class Talk:
-    """A conversation in sequence 0. With a chat template every turn is rendered anew and the rows that
-    still agree are kept; without one, turns are appended as plain text."""
+    """A conversation in sequence 0. With a chat template every turn is rendered anew and the rows
+    that still agree are kept; without one, turns are appended as plain text."""
 
     def __init__(self, engine: minfer.Engine, args) -> None:
         self.engine = engine
@@ -156,7 +156,9 @@ def _rates(stats: minfer.Stats) -> dict[str, dict[str, Any]]:
 def _summary(engine: minfer.Engine) -> None:
     parts = []
     for verb, rate in zip(("prefilled", "decoded"), _rates(engine.stats()).values()):
-        parts.append(f"{verb} {rate['tokens']} tokens at {rate['tokens_per_second']:.1f} per second")
+        parts.append(
+            f"{verb} {rate['tokens']} tokens at {rate['tokens_per_second']:.1f} per second"
+        )
     render.say(f"[{', '.join(parts)}]")
 
 

@@ -1,6 +1,6 @@
-"""The only seam to C: `ffi` and `lib`, a status turned into an exception, and the conversion of arguments.
+"""The only seam to C: `ffi` and `lib`, statuses as exceptions, and the conversion of arguments.
 
-What a value may be is judged in C; here it is only made sure that C sees the value the caller meant.
+What a value may be is judged in C; here it is only made sure that C sees what the caller meant.
 """
 
 import operator

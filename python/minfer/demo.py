@@ -1,4 +1,4 @@
-"""The packaged demo model, Gemma 3 270M: four wheels that are joined once into a file of the user's cache."""
+"""The packaged demo model, Gemma 3 270M: four wheels, joined once into a file of the user's cache."""
 
 import hashlib
 import os
@@ -32,7 +32,7 @@ def model_path(model, progress: Callable[[str, int, int], None] | None = None):
 
 
 def cache_dir() -> Path:
-    """$XDG_CACHE_HOME/minfer, or ~/.cache/minfer; a relative XDG_CACHE_HOME is ignored, as its rules say."""
+    """$XDG_CACHE_HOME/minfer if that is an absolute path, else ~/.cache/minfer."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minfer"
 

@@ -29,7 +29,7 @@ Progress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Tokens to append to a sequence; `logits` of "none", the "last" or "all" of them are wanted."""
+    """Tokens to append to a sequence; logits are wanted of "none", the "last" or "all" of them."""
 
     seq: int
     tokens: Tokens
@@ -132,7 +132,7 @@ class Engine:
 
     @property
     def handle(self):
-        """The C handle; whoever holds it keeps the engine alive, so a call takes it into a local first."""
+        """The C handle. Holding it keeps the engine alive, so a call takes it into a local first."""
         engine = self._engine
         if engine is None:
             raise ClosedError("the engine is closed; load the model again")
@@ -153,7 +153,9 @@ class Engine:
         raise TypeError("an Engine cannot be pickled; load the model in the other process")
 
     def __repr__(self) -> str:
-        state = "closed" if self._engine is None else f"n_ctx={self.n_ctx} {self.kv_format} {self.isa}"
+        state = (
+            "closed" if self._engine is None else f"n_ctx={self.n_ctx} {self.kv_format} {self.isa}"
+        )
         return f"<minfer.Engine {self.arch} {self.metadata.path!r}, {state}>"
 
     @cached_property
@@ -256,8 +258,8 @@ class Engine:
 
 
 class Generation(Iterator[str]):
-    """The pieces of an answer. `ids` are the tokens picked so far; `finish` is None while it runs, then
-    "end" (the model ended it), "stop" (a stop string) or "length".
+    """The pieces of an answer. `ids` are the tokens picked so far; `finish` is None while it runs,
+    then "end" (the model ended it), "stop" (a stop string) or "length".
 
     Between two pieces, and however the iteration ends, the sequence holds the prompt and every
     picked token but the last, which is appended only when the next one is wanted.

@@ -9,8 +9,9 @@ _INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
 class Sampling:
-    """How to pick: temperature (0: the largest logit), top_k (0: off), top_p (1: off), min_p (0: off),
-    repeat_penalty (1: off), seed, and `choice`, which tells apart several answers to one prompt.
+    """How to pick: temperature (0: the largest logit), top_k (0: off), top_p (1: off), min_p (0:
+    off), repeat_penalty (1: off), seed, and `choice`, which tells several answers to one prompt
+    apart.
 
     ArgumentError for values out of range, judged once here by the C library.
     """
