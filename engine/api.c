@@ -185,6 +185,18 @@ uint32_t mf_engine_n_ctx(const mf_engine *engine) {
 
 // ---- KV cache --------------------------------------------------------------------------------
 
+int mf_kv_format_resolve(const char **name, const char *requested, const char *device,
+                         uint64_t n_params) {
+    NOT_NULL(name);
+    (void)n_params;  // devices whose choice depends on the model's size read it
+    const struct device *dev = device_find(device);
+    if (!dev) return MF_ARG;
+    kv_format format;
+    TRY(kv_format_resolve(&format, requested, "cache_type", dev->name, dev->kv_formats));
+    *name = kv_format_name(format);
+    return MF_OK;
+}
+
 static int check_call(const mf_engine *e, int32_t seq, const char *function) {
     TRY(check_engine(e, function));
     return check_seq(e, seq, function);

@@ -4,6 +4,7 @@
 #define _POSIX_C_SOURCE 200809L
 #include "engine.h"
 
+#include <stdlib.h>
 #include <string.h>
 #include <time.h>
 
@@ -103,6 +104,14 @@ done:
     return status;
 }
 
+// MINFER_CACHE_TYPE is read here, once per engine, and nowhere else.
+static int resolve_format(kv_format *out, const char *requested, const device *dev) {
+    const char *const set = requested ? NULL : getenv("MINFER_CACHE_TYPE");
+    if (set && *set)
+        return kv_format_resolve(out, set, "MINFER_CACHE_TYPE", dev->name, dev->kv_formats);
+    return kv_format_resolve(out, requested, "cache_type", dev->name, dev->kv_formats);
+}
+
 int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     mf_engine *e = mem_alloc(1, sizeof *e);
     if (!e) return MF_NOMEM;
@@ -115,8 +124,7 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     uint32_t cells[KV_MAX_GROUPS];
     int status;
     pthread_mutex_init(&e->lock, NULL);
-    TRY_GOTO(failed,
-             kv_format_resolve(&e->kv_format, o->cache_type, m->dev->name, m->dev->kv_formats));
+    TRY_GOTO(failed, resolve_format(&e->kv_format, o->cache_type, m->dev));
     TRY_GOTO(failed, make_groups(e));
     TRY_GOTO(failed, make_cache(e, cells));
     TRY_GOTO(failed, batch_new(&e->batch, e->n_batch, u32_min(e->n_seq, e->n_batch), e->n_groups));

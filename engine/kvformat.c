@@ -3,7 +3,6 @@
 #include "kvformat.h"
 
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "error.h"
@@ -22,15 +21,10 @@ int kv_format_parse(kv_format *out, const char *text, const char *origin) {
     return fail(MF_ARG, "%s: unknown KV format \"%.40s\"; use f32, f16 or q8_0", origin, text);
 }
 
-int kv_format_resolve(kv_format *out, const char *requested, const char *device,
+int kv_format_resolve(kv_format *out, const char *requested, const char *origin, const char *device,
                       uint32_t readable) {
-    const char *origin = "cache_type";
-    if (!requested) {
-        requested = getenv("MINFER_CACHE_TYPE");
-        origin = "MINFER_CACHE_TYPE";
-    }
     kv_format format = KV_FORMAT_F32;
-    if (requested && *requested && strcmp(requested, "auto") != 0)
+    if (requested && strcmp(requested, "auto") != 0)
         TRY(kv_format_parse(&format, requested, origin));
     if (!(readable >> format & 1))
         return fail(MF_UNSUPPORTED, "%s: the %s device does not read a %s cache; use f32", origin,

@@ -10,10 +10,10 @@ const char *kv_format_name(kv_format format);  // "f32"
 // Strict: exactly one of the names; anything else is MF_ARG listing them. `origin` says where the
 // text came from.
 int kv_format_parse(kv_format *out, const char *text, const char *origin);
-// The format an engine uses, decided once: `requested` if not NULL or "auto", else
-// MINFER_CACHE_TYPE if set, else the device's own choice, which on the CPU is f32. `readable`: bit
-// set of the formats the device's attention reads.
-int kv_format_resolve(kv_format *out, const char *requested, const char *device, uint32_t readable);
+// The one rule: `requested`, which came from `origin`; NULL and "auto" leave the choice to the
+// device, which on the CPU is f32. `readable`: bit set of the formats the device's attention reads.
+int kv_format_resolve(kv_format *out, const char *requested, const char *origin, const char *device,
+                      uint32_t readable);
 
 enum { KV_KIND_BYTES = 64 };
 // "full/f32/kv1x256" or "sliding-512/f32/kv1x256"; window 0: full.

@@ -2,7 +2,8 @@
 
 from enum import StrEnum
 
-from minfer.errors import ArgumentError, UnsupportedError
+from minfer._ffi import c_string, check, ffi, integer, lib, text
+from minfer.errors import ArgumentError
 
 
 class KvFormat(StrEnum):
@@ -22,25 +23,16 @@ class KvFormat(StrEnum):
             raise ArgumentError(f"unknown KV format {text!r:.60}; use one of {names}") from None
 
 
-_READABLE = {"cpu": (KvFormat.F32,)}
-
-
 def resolve_format(
     requested: str | None = None, *, device: str = "cpu", n_params: int = 0
 ) -> KvFormat:
-    """The format that an engine on `device` with a model of `n_params` weights would use.
+    """The format that `requested` gives on `device` for a model of `n_params` weights.
 
     None and "auto" leave the choice to the device; the CPU chooses f32 for every size. Raises
     ArgumentError for an unknown format or device, UnsupportedError for one the device cannot read.
-    `load` asks the C library, which has the same rule; what it decided is Engine.kv_format.
     """
-    if device not in _READABLE:
-        raise ArgumentError(f"unknown device {device!r:.60}; use one of {', '.join(_READABLE)}")
-    if n_params < 0:
-        raise ArgumentError(f"n_params is {n_params}; it must not be negative")
-    if requested is None or requested == "auto":
-        return KvFormat.F32
-    kind = KvFormat.parse(requested)
-    if kind not in _READABLE[device]:
-        raise UnsupportedError(f"the {device} device does not read a {kind} cache; use f32")
-    return kind
+    name = ffi.new("char **")
+    asked = ffi.NULL if requested is None else c_string("requested", requested)
+    size = integer("n_params", n_params, 0, 2**64 - 1)
+    check(lib.mf_kv_format_resolve(name, asked, c_string("device", device), size))
+    return KvFormat(text(name[0]))
