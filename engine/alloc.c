@@ -10,12 +10,17 @@
 
 static _Atomic size_t until_failure = SIZE_MAX;
 static _Atomic size_t alive;
+static _Atomic uint64_t asked;
 
 void mem_fail_after(size_t n) { atomic_store(&until_failure, n); }
 
 size_t mem_alive(void) { return atomic_load(&alive); }
 
-static bool refused_by_test(void) {
+uint64_t mem_asked(void) { return atomic_load(&asked); }
+
+// Counts a request; true if a test wants it to fail.
+static bool refused(size_t bytes) {
+    atomic_fetch_add_explicit(&asked, bytes, memory_order_relaxed);
     size_t left = atomic_load_explicit(&until_failure, memory_order_relaxed);
     if (left == SIZE_MAX) return false;
     // Counting down to SIZE_MAX by wrapping would switch the fault off: exactly one allocation
@@ -32,7 +37,7 @@ static void *no_memory(size_t n, size_t size) {
 
 void *mem_alloc(size_t n, size_t size) {
     size_t bytes;
-    if (!size_mul(&bytes, n, size) || refused_by_test()) return no_memory(n, size);
+    if (!size_mul(&bytes, n, size) || refused(bytes)) return no_memory(n, size);
     void *p = calloc(bytes ? bytes : 1, 1);
     if (!p) return no_memory(n, size);
     atomic_fetch_add(&alive, 1);
@@ -41,7 +46,7 @@ void *mem_alloc(size_t n, size_t size) {
 
 void *mem_grow(void *old, size_t n, size_t size) {
     size_t bytes;
-    if (!size_mul(&bytes, n, size) || refused_by_test()) return no_memory(n, size);
+    if (!size_mul(&bytes, n, size) || refused(bytes)) return no_memory(n, size);
     void *p = realloc(old, bytes ? bytes : 1);
     if (!p) return no_memory(n, size);
     if (!old) atomic_fetch_add(&alive, 1);
@@ -55,7 +60,7 @@ void mem_free(void *p) {
 }
 
 void *mem_pages(size_t bytes) {
-    if (refused_by_test()) return no_memory(1, bytes);
+    if (refused(bytes)) return no_memory(1, bytes);
     void *p =
         mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return no_memory(1, bytes);

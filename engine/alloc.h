@@ -20,5 +20,7 @@ void mem_pages_free(void *p, size_t bytes);
 void mem_fail_after(size_t n);
 // Allocations alive; a test compares before and after.
 size_t mem_alive(void);
+// Bytes ever asked for, an upper bound of what is held; a test bounds what a call may take.
+uint64_t mem_asked(void);
 
 #endif

@@ -185,11 +185,11 @@ uint32_t mf_engine_n_ctx(const mf_engine *engine) {
 
 // ---- KV cache --------------------------------------------------------------------------------
 
-int mf_kv_format_resolve(const char **name, const char *requested, const char *device,
+int mf_kv_format_resolve(const char **name, const char *requested, const char *device_name,
                          uint64_t n_params) {
     NOT_NULL(name);
     (void)n_params;  // devices whose choice depends on the model's size read it
-    const struct device *dev = device_find(device);
+    const device *dev = device_find(device_name);
     if (!dev) return MF_ARG;
     kv_format format;
     TRY(kv_format_resolve(&format, requested, "cache_type", dev->name, dev->kv_formats));

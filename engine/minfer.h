@@ -197,7 +197,7 @@ uint32_t mf_engine_n_ctx(const mf_engine *engine);
 // The format that a request gives on a device for a model of n_params weights: *name is "f32",
 // "f16" or "q8_0", static. NULL and "auto" leave the choice to the device; on the CPU it is f32 for
 // every size.
-int mf_kv_format_resolve(const char **name, const char *requested, const char *device,
+int mf_kv_format_resolve(const char **name, const char *requested, const char *device_name,
                          uint64_t n_params);
 
 typedef struct mf_kv_span {

@@ -110,8 +110,10 @@ static uint64_t walk_tensor(const mf_gguf *file, uint64_t index, const uint8_t *
 int LLVMFuzzerTestOneInput(const uint8_t *bytes, size_t n) {
     static const char name[] = "fuzz.gguf";
     const size_t alive = mem_alive();
+    const uint64_t asked = mem_asked();
     mf_gguf *file = NULL;
     const int status = gguf_open_memory(&file, bytes, n, name);
+    require(mem_asked() - asked <= n + (64u << 20), "no memory beyond the file's size and 64 MB");
     if (status) {
         require(status == MF_FORMAT || status == MF_UNSUPPORTED || status == MF_LIMIT, "status");
         require(!file, "nothing is handed out by a failure");
