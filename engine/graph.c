@@ -87,7 +87,7 @@ static row_set node_rows(const graph *g, const graph_node *node) {
 }
 
 // A node starts a step unless it and the one before it are row-wise over the same rows. Taking rows
-// reads rows of other threads, so it starts one too.
+// reads any token row, but a step over output rows makes none.
 static int cut_steps(graph *g) {
     g->steps = mem_alloc(g->n_nodes, sizeof *g->steps);
     if (!g->steps) return MF_NOMEM;
@@ -95,8 +95,7 @@ static int cut_steps(graph *g) {
         graph_node *node = &g->nodes[i];
         const graph_node *before = i ? node - 1 : NULL;
         const bool joins = before && op_is_rowwise(node->op) && op_is_rowwise(before->op) &&
-                           node_rows(g, node) == node_rows(g, before) &&
-                           (node->op == OP_TAKE_ROWS) <= (before->op == OP_TAKE_ROWS);
+                           node_rows(g, node) == node_rows(g, before);
         if (!joins) g->steps[g->n_steps++] = (graph_step){.first = i, .rows = node_rows(g, node)};
         g->steps[g->n_steps - 1].last = i + 1;
         node->step = (int32_t)g->n_steps - 1;
