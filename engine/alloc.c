@@ -8,6 +8,8 @@
 
 #include "error.h"
 
+enum { HUGE_FROM = 8 << 20 };
+
 static _Atomic size_t until_failure = SIZE_MAX;
 static _Atomic size_t alive;
 static _Atomic uint64_t asked;
@@ -65,7 +67,9 @@ void *mem_pages(size_t bytes) {
         mmap(NULL, bytes ? bytes : 1, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (p == MAP_FAILED) return no_memory(1, bytes);
 #ifdef MADV_HUGEPAGE
-    madvise(p, bytes, MADV_HUGEPAGE);  // advice only: f16 decode is 1.4 times faster with it
+    // Advice only: walking a long cache is a tenth faster with 2 MB pages. In small regions they
+    // bring nothing, and each has to be zeroed before its first row: 0.1 s until the first token.
+    if (bytes >= HUGE_FROM) madvise(p, bytes, MADV_HUGEPAGE);
 #endif
     atomic_fetch_add(&alive, 1);
     return p;
