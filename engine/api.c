@@ -1,24 +1,14 @@
 // Layer 7: the public ABI. Arguments are checked here, once; below it they are asserted. Everything
 // else is one call down.
-#include <stdio.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "api_args.h"
-#include "cpu/kernels.h"
 #include "engine.h"
 
 const char *mf_version(void) { return MF_VERSION; }
 
-const char *mf_isas(void) {
-    static _Thread_local char text[64];
-    const cpu_kernels *list[8];
-    const size_t n = kernels_list(list);
-    size_t used = 0;
-    for (size_t i = 0; i < n; i++)
-        used +=
-            (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "", list[i]->name);
-    return text;
-}
+const char *mf_isas(void) { return device_cpu.isas(); }
 
 // ---- models ----------------------------------------------------------------------------------
 
@@ -69,6 +59,22 @@ static int check_engine(const mf_engine *e, const char *function) {
         return fail(MF_ARG, "%s: engine is not an open mf_engine", function);
     return MF_OK;
 }
+
+// A child of fork() inherits the lock of a call that its parent's thread was in; nobody will ever
+// open it.
+static int lock(mf_engine *e) {
+    if (pthread_mutex_trylock(&e->lock)) {
+        if (atomic_load(&e->lock_pid) != getpid())
+            return fail(
+                MF_UNSUPPORTED,
+                "the engine was computing when this process was forked; load it again here");
+        pthread_mutex_lock(&e->lock);
+    }
+    atomic_store(&e->lock_pid, getpid());
+    return MF_OK;
+}
+
+static void unlock(mf_engine *e) { pthread_mutex_unlock(&e->lock); }
 
 static int check_range(const char *name, uint32_t value, uint32_t max) {
     if (value <= max) return MF_OK;
@@ -140,35 +146,30 @@ int mf_engine_forward(float *logits, size_t n_floats, mf_engine *engine, const m
                       size_t n_chunks) {
     TRY(check_engine(engine, __func__));
     TRY(check_forward(logits, n_floats, engine, chunks, n_chunks));
-    pthread_mutex_lock(&engine->lock);
+    TRY(lock(engine));
     const int status = engine_forward(engine, logits, chunks, n_chunks);
-    pthread_mutex_unlock(&engine->lock);
+    unlock(engine);
     return status;
 }
 
 void mf_engine_cancel(mf_engine *engine) {
     if (!engine || engine->magic != ENGINE_MAGIC) return;
-    if (atomic_load(&engine->running)) atomic_store(&engine->cancel, 1);
+    int active = RUN_ACTIVE;  // never one that is over or not begun
+    atomic_compare_exchange_strong(&engine->run, &active, RUN_CANCELLED);
 }
 
 int mf_engine_stats(mf_stats *out, mf_engine *engine) {
     NOT_NULL(out);
     TRY(check_engine(engine, __func__));
     mf_stats stats;
-    pthread_mutex_lock(&engine->lock);
+    TRY(lock(engine));
     engine_get_stats(engine, &stats);
-    pthread_mutex_unlock(&engine->lock);
+    unlock(engine);
     return api_fill(out, &stats, sizeof stats, __func__);
 }
 
-static backend_stats stats_of(const mf_engine *engine) {
-    backend_stats b;
-    engine->m->dev->get_stats(engine->b, &b);
-    return b;
-}
-
 const char *mf_engine_isa(const mf_engine *engine) {
-    return check_engine(engine, __func__) ? NULL : stats_of(engine).isa;
+    return check_engine(engine, __func__) ? NULL : engine->isa;
 }
 
 const char *mf_engine_kv_format(const mf_engine *engine) {
@@ -176,7 +177,7 @@ const char *mf_engine_kv_format(const mf_engine *engine) {
 }
 
 uint32_t mf_engine_n_threads(const mf_engine *engine) {
-    return check_engine(engine, __func__) ? 0 : stats_of(engine).n_threads;
+    return check_engine(engine, __func__) ? 0 : engine->n_threads;
 }
 
 uint32_t mf_engine_n_ctx(const mf_engine *engine) {
@@ -203,12 +204,12 @@ static int check_call(const mf_engine *e, int32_t seq, const char *function) {
 }
 
 // Runs one call of the cell store under the engine's lock.
-#define LOCKED(engine, call)                   \
-    do {                                       \
-        pthread_mutex_lock(&(engine)->lock);   \
-        const int locked_status = (call);      \
-        pthread_mutex_unlock(&(engine)->lock); \
-        return locked_status;                  \
+#define LOCKED(engine, call)              \
+    do {                                  \
+        TRY(lock(engine));                \
+        const int locked_status = (call); \
+        unlock(engine);                   \
+        return locked_status;             \
     } while (0)
 
 int mf_kv_len(uint32_t *rows, mf_engine *engine, int32_t seq) {
@@ -248,7 +249,7 @@ int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group) {
     NOT_NULL(out);
     TRY(check_engine(engine, __func__));
     TRY(check_group(engine, group, __func__));
-    pthread_mutex_lock(&engine->lock);
+    TRY(lock(engine));
     const mf_kv_group info = {
         .kind = engine->kinds[group],
         .n_layers = engine->group_layers[group],
@@ -256,7 +257,7 @@ int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group) {
         .n_used = kv_cache_used(engine->kv, group),
         .bytes_per_token = engine_bytes_per_token(engine, group),
     };
-    pthread_mutex_unlock(&engine->lock);
+    unlock(engine);
     return api_fill(out, &info, sizeof info, __func__);
 }
 

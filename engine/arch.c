@@ -12,6 +12,7 @@ static const arch_traits table[] = {
     {.name = "gemma2",
      .flags = ARCH_PRE_NORM | ARCH_POST_NORM | ARCH_EMBED_SCALE | ARCH_GELU | ARCH_SOFTCAPS,
      .window_pattern = 2,
+     .default_window = 4096,
      .big_n_layer = 46},
     {.name = "gemma3",
      .flags = ARCH_PRE_NORM | ARCH_POST_NORM | ARCH_QK_NORM_HEAD | ARCH_EMBED_SCALE | ARCH_GELU,

@@ -24,6 +24,7 @@ typedef struct arch_traits {
     uint32_t flags;           // arch_flag
     uint32_t window_pattern;  // n > 1: every n-th layer sees everything, the others a window; 1:
                               // all windowed (if the file has a window); 0: none
+    uint32_t default_window;  // where the file gives none
     float local_rope_base;    // of windowed layers; 0: as the others
     uint32_t big_n_layer;     // the size whose attention scale is 1/sqrt(n_embd/n_head) instead of
                               // 1/sqrt(head_dim)

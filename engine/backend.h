@@ -40,12 +40,18 @@ typedef struct backend_stats {
     size_t kv_bytes, compute_bytes;
 } backend_stats;
 
+// What a pass over the weights looks at between steps; cancelling turns ACTIVE into CANCELLED.
+enum run_state { RUN_IDLE, RUN_ACTIVE, RUN_CANCELLED };
+
 // One kind of device.
 typedef struct device {
     const char *name;                      // "cpu"
     uint32_t id;                           // written into files: appended to, never renumbered
     uint32_t head_dim_step, head_dim_max;  // head_dim must be a multiple of step, at most max
     uint32_t kv_formats;                   // bit set of the kv_formats that its attention reads
+
+    const char *(*isas)(
+        void);  // instruction sets that this machine runs, best first, comma separated
 
     // Weights: a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form.
     // `n_done` counts bytes.
@@ -57,9 +63,9 @@ typedef struct device {
     void (*backend_free)(backend *b);
     // Compute memory for graphs up to `bytes`; called before a graph is first run.
     int (*reserve)(backend *b, size_t bytes);
-    // Runs the graph; `logits` [n_outputs][n_vocab]. MF_CANCELLED as soon as *cancel is set.
+    // Runs the graph; `logits` [n_outputs][n_vocab]. MF_CANCELLED soon after *run is RUN_CANCELLED.
     int (*compute)(backend *b, const graph *g, const batch *in, float *logits,
-                   const atomic_int *cancel);
+                   const atomic_int *run);
     void (*get_stats)(const backend *b, backend_stats *out);
 } device;
 

@@ -81,7 +81,7 @@ static void rope(const build *b, int32_t layer, int32_t x, uint32_t heads) {
 
 static void qk_norms(const build *b, int32_t i, const layer_weights *w, int32_t q, int32_t k) {
     const bool per_head = b->p->arch->flags & ARCH_QK_NORM_HEAD;
-    if (w->q_norm) norm(b, i, q, w->q_norm, per_head ? b->p->n_head : 1, q);
+    if (w->q_norm && q != GRAPH_NONE) norm(b, i, q, w->q_norm, per_head ? b->p->n_head : 1, q);
     if (w->k_norm) norm(b, i, k, w->k_norm, per_head ? b->p->n_head_kv : 1, k);
 }
 
@@ -91,13 +91,13 @@ static int32_t attention(const build *b, int32_t i, int32_t x, bool read) {
     const layer_weights *w = &b->m->layers[i];
     const int32_t h = w->attn_norm ? norm_new(b, i, x, w->attn_norm) : x;
     int32_t y[] = {GRAPH_NONE, GRAPH_NONE, GRAPH_NONE};
-    matmul(b, i, h, (const weight *const[]){w->q, w->k, w->v}, y, 3);
-    const int32_t q = y[0], k = y[1], v = y[2];
-    if (w->q_bias) in_place(b, OP_BIAS, i, q, GRAPH_NONE, w->q_bias);
+    matmul(b, i, h, (const weight *const[]){w->k, w->v, w->q}, y, read ? 3 : 2);
+    const int32_t k = y[0], v = y[1], q = y[2];
+    if (read && w->q_bias) in_place(b, OP_BIAS, i, q, GRAPH_NONE, w->q_bias);
     if (w->k_bias) in_place(b, OP_BIAS, i, k, GRAPH_NONE, w->k_bias);
     if (w->v_bias) in_place(b, OP_BIAS, i, v, GRAPH_NONE, w->v_bias);
     qk_norms(b, i, w, q, k);
-    rope(b, i, q, b->p->n_head);
+    if (read) rope(b, i, q, b->p->n_head);
     rope(b, i, k, b->p->n_head_kv);
     graph_node *store = graph_add_node(b->g, OP_KV_STORE, i);
     store->in[0] = k;

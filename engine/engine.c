@@ -17,9 +17,26 @@ static double now(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+// Phi-3's two sets of frequency divisors: which one is used is part of every layer's kind, because
+// it shapes K rows. The short set is for the context that the model grew up with, and computes no
+// position beyond it. Returns what the kind says, or NULL.
+static const char *choose_factors(mf_engine *e) {
+    const mf_model *m = e->m;
+    e->pos_end = KV_POS_MAX;
+    e->rope_factors = m->rope_freqs;
+    if (!m->rope_long) return NULL;
+    if (e->n_ctx > m->p.rope_orig_ctx) {
+        e->rope_factors = m->rope_long;
+        return "rope-long";
+    }
+    e->rope_factors = m->rope_short;
+    e->pos_end = m->p.rope_orig_ctx;
+    return "rope-short";
+}
+
 // Layers with equal windows keep the same positions, so they share one cell store. Group 0 is that
 // of layer 0.
-static int make_groups(mf_engine *e) {
+static int make_groups(mf_engine *e, const char *rope) {
     const model_params *p = &e->m->p;
     e->layer_group = mem_alloc(p->n_layer, sizeof *e->layer_group);
     if (!e->layer_group) return MF_NOMEM;
@@ -29,7 +46,7 @@ static int make_groups(mf_engine *e) {
         while (g < e->n_groups && e->group_window[g] != window) g++;
         if (g == e->n_groups) {
             e->group_window[e->n_groups++] = window;
-            kv_kind_format(e->kinds[g], window, e->kv_format, p->n_head_kv, p->head_dim);
+            kv_kind_format(e->kinds[g], window, e->kv_format, p->n_head_kv, p->head_dim, rope);
         }
         e->layer_group[i] = g;
         e->group_layers[g]++;
@@ -84,13 +101,8 @@ static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t
         .n_threads = o->n_threads,
         .isa = o->isa,
     };
-    // Phi-3's two sets of factors: the short one holds as long as the cache cannot outgrow the
-    // original context.
-    const float *factors = m->rope_freqs;
-    if (m->rope_long && m->rope_short)
-        factors = e->n_ctx > p->rope_orig_ctx ? m->rope_long : m->rope_short;
     for (uint32_t k = 0; k < ROPE_KINDS; k++) {
-        rope_frequencies(freq + k * half, &c.rope[k].magnitude, p, k == 1, factors);
+        rope_frequencies(freq + k * half, &c.rope[k].magnitude, p, k == 1, e->rope_factors);
         c.rope[k].freq = freq + k * half;
     }
     for (uint32_t i = 0; i < p->n_layer; i++) {
@@ -125,10 +137,14 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     int status;
     pthread_mutex_init(&e->lock, NULL);
     TRY_GOTO(failed, resolve_format(&e->kv_format, o->cache_type, m->dev));
-    TRY_GOTO(failed, make_groups(e));
+    TRY_GOTO(failed, make_groups(e, choose_factors(e)));
     TRY_GOTO(failed, make_cache(e, cells));
     TRY_GOTO(failed, batch_new(&e->batch, e->n_batch, u32_min(e->n_seq, e->n_batch), e->n_groups));
     TRY_GOTO(failed, make_backend(e, o, cells));
+    backend_stats stats;
+    m->dev->get_stats(e->b, &stats);
+    e->isa = stats.isa;
+    e->n_threads = stats.n_threads;
     *out = e;
     return MF_OK;
 failed:
@@ -192,7 +208,7 @@ static int run_batch(mf_engine *e, float *logits) {
     const double start = now();
     TRY(get_graph(&g, e));
     TRY(batch_fill_inputs(e->batch, e->kv));
-    const int status = e->m->dev->compute(e->b, g, e->batch, logits, &e->cancel);
+    const int status = e->m->dev->compute(e->b, g, e->batch, logits, &e->run);
     if (status) {
         batch_undo(e->batch, e->kv);
         return status;
@@ -200,6 +216,20 @@ static int run_batch(mf_engine *e, float *logits) {
     const bool decode = e->batch->n_tokens == e->batch->n_runs;
     *(decode ? &e->stats.decode_tokens : &e->stats.prefill_tokens) += e->batch->n_tokens;
     *(decode ? &e->stats.decode_seconds : &e->stats.prefill_seconds) += now() - start;
+    return MF_OK;
+}
+
+static int check_positions(const mf_engine *e, const mf_chunk *chunks, size_t n_chunks) {
+    for (size_t i = 0; i < n_chunks; i++) {
+        uint32_t pos;
+        TRY(kv_cache_next_pos(&pos, e->kv, chunks[i].seq));
+        if (chunks[i].n_tokens > e->pos_end - u32_min(pos, e->pos_end))
+            return fail(
+                MF_KV_RANGE,
+                "sequence %d: %zu rows at position %u would pass %u; load with an n_ctx above "
+                "that, or trim or free the sequence",
+                chunks[i].seq, chunks[i].n_tokens, pos, e->pos_end);
+    }
     return MF_OK;
 }
 
@@ -218,6 +248,15 @@ static uint32_t wanted_rows(const mf_chunk *c, size_t done, uint32_t n) {
     return c->logits == MF_LOGITS_LAST && done + n == c->n_tokens;
 }
 
+// Of the copy that is computed with: the caller's memory may change under us.
+static int check_tokens(const mf_engine *e) {
+    for (uint32_t i = 0; i < e->batch->n_tokens; i++)
+        if (e->batch->tokens[i] < 0 || (uint32_t)e->batch->tokens[i] >= e->m->p.n_vocab)
+            return fail(MF_ARG, "token %d; the vocabulary has 0 to %u", e->batch->tokens[i],
+                        e->m->p.n_vocab - 1);
+    return MF_OK;
+}
+
 // Batches take the chunks in order, so that the wanted rows come out in order too.
 static int run_chunks(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n_chunks) {
     size_t chunk = 0, done = 0;  // of chunks[chunk]
@@ -234,6 +273,7 @@ static int run_chunks(mf_engine *e, float *logits, const mf_chunk *chunks, size_
                 done = 0;
             }
         }
+        TRY(check_tokens(e));
         TRY(run_batch(e, logits));
         if (logits) logits += (size_t)e->batch->n_outputs * e->m->p.n_vocab;
     }
@@ -241,20 +281,19 @@ static int run_chunks(mf_engine *e, float *logits, const mf_chunk *chunks, size_
 }
 
 int engine_forward(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n_chunks) {
+    if (e->pos_end < KV_POS_MAX) TRY(check_positions(e, chunks, n_chunks));
     TRY(check_room(e, chunks, n_chunks));
-    atomic_store(&e->cancel, 0);
-    atomic_store(&e->running, 1);
+    atomic_store(&e->run, RUN_ACTIVE);
     const uint64_t saved = fpenv_enter();
     const int status = run_chunks(e, logits, chunks, n_chunks);
     fpenv_restore(saved);
-    atomic_store(&e->running, 0);
+    atomic_store(&e->run, RUN_IDLE);
     return status;
 }
 
 uint64_t engine_bytes_per_token(const mf_engine *e, uint32_t group) {
-    // The only format an engine resolves to is f32: one float per element of K and of V.
-    return (uint64_t)e->group_layers[group] * 2 * e->m->p.n_head_kv * e->m->p.head_dim *
-           sizeof(float);
+    const uint32_t width = e->m->p.n_head_kv * e->m->p.head_dim;
+    return (uint64_t)e->group_layers[group] * 2 * kv_format_row_bytes(e->kv_format, width);
 }
 
 void engine_get_stats(const mf_engine *e, mf_stats *out) {

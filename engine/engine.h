@@ -12,6 +12,7 @@ enum { ENGINE_MAGIC = 0x6d66656e, ENGINE_MAX_GRAPHS = 64 };
 struct mf_engine {
     uint32_t magic;
     pthread_mutex_t lock;
+    _Atomic int lock_pid;  // process of the thread that took it last
     mf_model *m;
     backend *b;
     kv_cache *kv;
@@ -24,13 +25,17 @@ struct mf_engine {
     char kinds[KV_MAX_GROUPS][KV_KIND_BYTES];
     graph *graphs[ENGINE_MAX_GRAPHS];
     uint32_t n_graphs;
-    atomic_int running, cancel;
+    const float *rope_factors;  // of the model, or NULL
+    uint32_t pos_end;           // first position this engine does not compute
+    const char *isa;
+    uint32_t n_threads;
+    atomic_int run;  // run_state
     mf_stats stats;
 };
 
 int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *options);
 void engine_free(mf_engine *e);
-// Chunks are valid: known sequences, each once; tokens in range; at least one token each.
+// Chunks are valid: known sequences, each once; at least one token each.
 int engine_forward(mf_engine *e, float *logits, const mf_chunk *chunks, size_t n_chunks);
 uint64_t engine_bytes_per_token(const mf_engine *e, uint32_t group);
 void engine_get_stats(const mf_engine *e, mf_stats *out);

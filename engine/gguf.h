@@ -41,7 +41,6 @@ int gguf_u32_required(uint32_t *out, const mf_gguf *file, const char *key, uint3
 int gguf_f32(float *out, const mf_gguf *file, const char *key, float fallback, float min,
              float max);
 int gguf_f32_required(float *out, const mf_gguf *file, const char *key, float min, float max);
-int gguf_bool(bool *out, const mf_gguf *file, const char *key, bool fallback);
 // Borrowed, not zero-terminated; *out = NULL and *len = 0 when absent.
 int gguf_str(const char **out, size_t *len, const mf_gguf *file, const char *key);
 

@@ -145,15 +145,6 @@ int gguf_f32_required(float *out, const mf_gguf *file, const char *key, float mi
     return kvs_f32(out, &file->kvs, key, NULL, min, max);
 }
 
-int gguf_bool(bool *out, const mf_gguf *file, const char *key, bool fallback) {
-    const gguf_kv *kv = gguf_kvs_find(&file->kvs, key);
-    if (kv && (kv->is_array || kv->type != MF_GGUF_BOOL)) {
-        return wrong_type(&file->kvs, kv, "a bool");
-    }
-    *out = kv ? kv->data[0] != 0 : fallback;
-    return MF_OK;
-}
-
 int gguf_kvs_str(const char **out, size_t *len, const gguf_kvs *kvs, const char *key) {
     const gguf_kv *kv = gguf_kvs_find(kvs, key);
     if (kv && (kv->is_array || kv->type != MF_GGUF_STRING)) return wrong_type(kvs, kv, "a string");

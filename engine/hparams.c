@@ -1,6 +1,7 @@
 // Owns the translation of a file's hyperparameters into model_params. Refuses every value that the
 // code below could not take without checking again: after this nothing divides by zero, overflows
 // or indexes by a number from the file.
+#include <float.h>
 #include <math.h>
 #include <stdio.h>
 #include <string.h>
@@ -98,9 +99,18 @@ static int read_sizes(model_params *p, reader *r) {
 }
 
 static int read_window(model_params *p, reader *r) {
-    if (!p->arch->window_pattern) return MF_OK;
-    TRY(gguf_u32(&p->window, r->file, key_of(r, "attention.sliding_window"), 0, 0, UINT32_MAX));
-    p->window_pattern = p->arch->window_pattern;
+    const arch_traits *a = p->arch;
+    uint32_t window;
+    TRY(gguf_u32(&window, r->file, key_of(r, "attention.sliding_window"), a->default_window, 0,
+                 UINT32_MAX));
+    if (!a->window_pattern) {
+        if (window && window < p->n_ctx_train)
+            return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs %s without windows",
+                        gguf_path(r->file), r->key, window, a->name);
+        return MF_OK;
+    }
+    p->window = u32_min(window, KV_POS_MAX);
+    p->window_pattern = a->window_pattern;
     uint64_t index;
     mf_kv_info info;
     const char *key = key_of(r, "attention.sliding_window_pattern");
@@ -112,9 +122,6 @@ static int read_window(model_params *p, reader *r) {
                         gguf_path(r->file), key);
         TRY(gguf_u32(&p->window_pattern, r->file, key, 0, 1, 1024));
     }
-    // A window that covers the whole context is no window: such layers share the cells of the full
-    // ones.
-    if (p->window >= p->n_ctx_train) p->window = 0;
     return MF_OK;
 }
 
@@ -143,7 +150,9 @@ static int read_rope(model_params *p, reader *r) {
         TRY(read_f32(&p->rope_base_local, r, "rope.freq_base_swa", p->arch->local_rope_base, 1.0f,
                      1e12f));
     TRY(read_scaling_type(p, r));
-    TRY(read_f32(&p->rope_factor, r, "rope.scaling.factor", 1.0f, 1e-3f, 1e6f));
+    float factor;  // by its older name
+    TRY(read_f32(&factor, r, "rope.scale_linear", 1.0f, 1e-3f, 1e6f));
+    TRY(read_f32(&p->rope_factor, r, "rope.scaling.factor", factor, 1e-3f, 1e6f));
     TRY(read_f32(&p->rope_attn_factor, r, "rope.scaling.attn_factor", 1.0f, 1e-3f, 1e3f));
     TRY(read_f32(&p->yarn_beta_fast, r, "rope.scaling.yarn_beta_fast", 32.0f, 1e-3f, 1e6f));
     TRY(read_f32(&p->yarn_beta_slow, r, "rope.scaling.yarn_beta_slow", 1.0f, 1e-3f, 1e6f));
@@ -161,11 +170,37 @@ static int read_scales(model_params *p, reader *r) {
     if (!width)
         return fail(MF_FORMAT, "%s: embedding_length %u is below head_count %u", gguf_path(r->file),
                     p->n_embd, p->n_head);
-    p->attn_scale = 1.0f / sqrtf((float)width);
+    TRY(read_f32(&p->attn_scale, r, "attention.scale", 1.0f / sqrtf((float)width), 1e-6f, 1e6f));
     if (a->flags & ARCH_SOFTCAPS) {
         TRY(read_f32(&p->attn_softcap, r, "attn_logit_softcapping", 50.0f, 0.0f, 1e6f));
         TRY(read_f32(&p->final_softcap, r, "final_logit_softcapping", 30.0f, 0.0f, 1e6f));
     }
+    return MF_OK;
+}
+
+// Keys that change the arithmetic of other architectures, with the value at which they do nothing.
+static int refuse_unread_keys(reader *r) {
+    static const struct {
+        const char *suffix;
+        float neutral;
+    } keys[] = {{"logit_scale", 1.0f},
+                {"residual_scale", 1.0f},
+                {"embedding_scale", 1.0f},
+                {"attention.clamp_kqv", 0.0f},
+                {"attention.max_alibi_bias", 0.0f},
+                {"rope.scaling.yarn_ext_factor", 1.0f}};
+    for (size_t i = 0; i < sizeof keys / sizeof *keys; i++) {
+        float value;
+        TRY(read_f32(&value, r, keys[i].suffix, keys[i].neutral, -FLT_MAX, FLT_MAX));
+        if (value != keys[i].neutral)
+            return fail(MF_UNSUPPORTED, "%s: %s is %g; this build runs only %g there",
+                        gguf_path(r->file), r->key, (double)value, (double)keys[i].neutral);
+    }
+    uint32_t n_expert;
+    TRY(gguf_u32(&n_expert, r->file, key_of(r, "expert_count"), 0, 0, UINT32_MAX));
+    if (n_expert)
+        return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs dense models only",
+                    gguf_path(r->file), r->key, n_expert);
     return MF_OK;
 }
 
@@ -183,11 +218,7 @@ int model_params_read(model_params *out, const mf_gguf *file) {
     TRY(read_window(&p, &r));
     TRY(read_rope(&p, &r));
     TRY(read_scales(&p, &r));
-    uint32_t n_expert;
-    TRY(gguf_u32(&n_expert, file, key_of(&r, "expert_count"), 0, 0, UINT32_MAX));
-    if (n_expert)
-        return fail(MF_UNSUPPORTED, "%s: %s is %u; this build runs dense models only",
-                    gguf_path(file), r.key, n_expert);
+    TRY(refuse_unread_keys(&r));
     *out = p;
     return MF_OK;
 }

@@ -147,11 +147,13 @@ static int check_positions(const kv_cache *kv, const kv_append *items, uint32_t 
     return MF_OK;
 }
 
-static int kv_full(uint32_t g, const kv_group *group, uint64_t n) {
-    return fail(
-        MF_KV_FULL,
-        "KV group %u has %u of %u cells free, %llu needed; free or trim a sequence, or raise n_ctx",
-        g, group->cells.n_free, group->cells.n_cells, (unsigned long long)n);
+static int kv_full(const kv_cache *kv, uint32_t g, uint64_t n) {
+    const kv_cells *const cells = &kv->groups[g].cells;
+    return fail(MF_KV_FULL,
+                "KV group %u can give %llu of %u cells, %llu needed; free or trim a sequence, or "
+                "raise n_ctx",
+                g, (unsigned long long)(cells->n_free + all_stale(kv, g)), cells->n_cells,
+                (unsigned long long)n);
 }
 
 // Evicting more never hurts, so whether it would fit without any stale row is the whole question.
@@ -159,7 +161,7 @@ static int check_room(const kv_cache *kv, uint64_t total) {
     for (uint32_t g = 0; g < kv->n_groups; g++) {
         const kv_group *const group = &kv->groups[g];
         if (group->cells.n_free < total && group->cells.n_free + all_stale(kv, g) < total)
-            return kv_full(g, group, total);
+            return kv_full(kv, g, total);
     }
     return MF_OK;
 }
@@ -254,7 +256,7 @@ int kv_cache_can_append(const kv_cache *kv, const kv_append *items, uint32_t n_i
         const kv_group *const group = &kv->groups[g];
         const bool fits = group->spec.kind == KV_FULL ? total <= group->cells.n_free
                                                       : batches_fit(kv, g, items, n_items, total);
-        if (!fits) return kv_full(g, group, total);
+        if (!fits) return kv_full(kv, g, total);
     }
     return MF_OK;
 }

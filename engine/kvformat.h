@@ -7,17 +7,17 @@
 typedef enum kv_format { KV_FORMAT_F32, KV_FORMAT_F16, KV_FORMAT_Q8_0, KV_FORMAT_COUNT } kv_format;
 
 const char *kv_format_name(kv_format format);  // "f32"
-// Strict: exactly one of the names; anything else is MF_ARG listing them. `origin` says where the
-// text came from.
-int kv_format_parse(kv_format *out, const char *text, const char *origin);
+// Bytes of one row of K or of V, `width` elements (whole blocks of 32 for q8_0).
+size_t kv_format_row_bytes(kv_format format, uint32_t width);
 // The one rule: `requested`, which came from `origin`; NULL and "auto" leave the choice to the
 // device, which on the CPU is f32. `readable`: bit set of the formats the device's attention reads.
 int kv_format_resolve(kv_format *out, const char *requested, const char *origin, const char *device,
                       uint32_t readable);
 
 enum { KV_KIND_BYTES = 64 };
-// "full/f32/kv1x256" or "sliding-512/f32/kv1x256"; window 0: full.
+// "full/f32/kv1x256" or "sliding-512/f32/kv1x256"; window 0: full. `rope`: what else shapes a K
+// row, such as "rope-long", or NULL.
 void kv_kind_format(char out[KV_KIND_BYTES], uint32_t window, kv_format format, uint32_t n_head_kv,
-                    uint32_t head_dim);
+                    uint32_t head_dim, const char *rope);
 
 #endif

@@ -120,7 +120,8 @@ typedef struct mf_model_options {
     size_t size;
     const char *device;  // "cpu" (default)
     uint32_t n_threads;  // for packing; 0: one per available core
-    uint64_t *progress;  // optional: bytes packed so far, of mf_gguf_data_bytes, written as it goes
+    uint64_t *progress;  // optional: bytes packed so far, of mf_gguf_data_bytes; added to
+                         // atomically by several threads, so read it atomically
 } mf_model_options;
 
 typedef struct mf_model_info {
@@ -143,8 +144,9 @@ int mf_model_get_info(mf_model_info *out, const mf_model *model);
 
 typedef struct mf_engine_options {
     size_t size;
-    uint32_t n_ctx;  // cells of a full group, shared by all sequences; 0: 4096 or less if the model
-                     // says so
+    uint32_t n_ctx;  // cells of a full group, shared by all sequences, and most cells of a sliding
+                     // one; 0: 4096 or less if the model says so. A model whose layers are all
+                     // windowed may run longer than that
     uint32_t n_seq;  // sequences 0..n_seq-1; 0: 1
     uint32_t n_batch;        // most tokens per pass over the weights; 0: 512
     uint32_t n_threads;      // 0: one per available core
@@ -167,7 +169,8 @@ typedef struct mf_chunk {
 // Appends the chunks to their sequences. `logits` [rows][n_vocab] receives the wanted rows, chunk
 // after chunk; `n_floats` must be exactly rows * n_vocab (logits may be NULL if 0). Calls of more
 // than n_batch tokens are cut into batches; room for all rows is checked first, and a failing batch
-// leaves the earlier ones.
+// leaves the earlier ones. After a failure in between, `logits` may hold rows, and rows that had
+// left their window may be gone (mf_kv_max_trim is smaller): what it took to try.
 int mf_engine_forward(float *logits, size_t n_floats, mf_engine *engine, const mf_chunk *chunks,
                       size_t n_chunks);
 

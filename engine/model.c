@@ -52,6 +52,23 @@ static const tensor_rule layer_rules[] = {
 };
 #undef FIELD
 
+// Tensors outside layers, and those of a layer that hold several matrices.
+enum { OUTPUT_NORM, TOKEN_EMBD, OUTPUT, ROPE_FREQS, ROPE_LONG, ROPE_SHORT, N_OUTSIDE };
+static const char *const outside[N_OUTSIDE] = {
+    [OUTPUT_NORM] = "output_norm.weight",
+    [TOKEN_EMBD] = "token_embd.weight",
+    [OUTPUT] = "output.weight",
+    [ROPE_FREQS] = "rope_freqs.weight",
+    [ROPE_LONG] = "rope_factors_long.weight",
+    [ROPE_SHORT] = "rope_factors_short.weight",
+};
+enum { FUSED_QKV, FUSED_UP, N_FUSED };
+static const char *const fused[N_FUSED] = {"attn_qkv.weight", "ffn_up.weight"};
+
+static bool rule_applies(const tensor_rule *rule, uint32_t flags) {
+    return (!rule->flags || (rule->flags & flags)) && !(rule->without & flags);
+}
+
 typedef struct loader {
     mf_model *m;
     pool *threads;
@@ -173,16 +190,16 @@ static int load_layer(loader *l, uint32_t i) {
     char name[64];
     for (size_t r = 0; r < sizeof layer_rules / sizeof *layer_rules; r++) {
         const tensor_rule *rule = &layer_rules[r];
-        if ((rule->flags && !(rule->flags & flags)) || (rule->without & flags)) continue;
+        if (!rule_applies(rule, flags)) continue;
         snprintf(name, sizeof name, "blk.%u.%s", i, rule->name);
         TRY(load((const weight **)((char *)w + rule->field), l, name, rule->cols, rule->rows,
                  rule->need));
     }
     if (!(flags & ARCH_FUSED_QKV)) return MF_OK;
-    snprintf(name, sizeof name, "blk.%u.attn_qkv.weight", i);
+    snprintf(name, sizeof name, "blk.%u.%s", i, fused[FUSED_QKV]);
     TRY(load_fused(l, name, (const weight **[]){&w->q, &w->k, &w->v},
                    (const dim[]){D_Q, D_KV, D_KV}, 3));
-    snprintf(name, sizeof name, "blk.%u.ffn_up.weight", i);
+    snprintf(name, sizeof name, "blk.%u.%s", i, fused[FUSED_UP]);
     return load_fused(l, name, (const weight **[]){&w->gate, &w->up}, (const dim[]){D_FF, D_FF}, 2);
 }
 
@@ -199,6 +216,7 @@ static int load_factors(float **out, loader *l, const char *name) {
     *out = mem_alloc(n, sizeof **out);
     if (!*out) return MF_NOMEM;
     memcpy(*out, t->data, n * sizeof **out);
+    if (l->progress) __atomic_fetch_add(l->progress, t->bytes, __ATOMIC_RELAXED);
     for (uint32_t i = 0; i < n; i++) {
         const float f = (*out)[i];
         if (!(f > 1e-6f && f < 1e6f))
@@ -229,7 +247,7 @@ static int check_factors(const mf_model *m) {
 
 // The vocabulary's size is the embedding's; a tokens array of another length would index beyond it.
 static int read_vocab(mf_model *m) {
-    const gguf_tensor *t = gguf_find_tensor(m->file, "token_embd.weight");
+    const gguf_tensor *t = gguf_find_tensor(m->file, outside[TOKEN_EMBD]);
     if (!t) return fail(MF_FORMAT, "%s: tensor token_embd.weight is missing", gguf_path(m->file));
     if (t->dims[1] > INT32_MAX)
         return fail(MF_LIMIT, "%s: token_embd.weight has %llu rows; at most 2^31 - 1 are possible",
@@ -251,23 +269,20 @@ static int load_all(loader *l) {
     m->layers = mem_alloc(m->p.n_layer, sizeof *m->layers);
     if (!m->layers) return MF_NOMEM;
     for (uint32_t i = 0; i < m->p.n_layer; i++) TRY(load_layer(l, i));
-    TRY(load(&m->output_norm, l, "output_norm.weight", D_EMBD, D_NONE, REQUIRED));
-    TRY(load(&m->embed, l, "token_embd.weight", D_EMBD, D_VOCAB, REQUIRED));
-    TRY(load(&m->output, l, "output.weight", D_EMBD, D_VOCAB, OPTIONAL));
+    TRY(load(&m->output_norm, l, outside[OUTPUT_NORM], D_EMBD, D_NONE, REQUIRED));
+    TRY(load(&m->embed, l, outside[TOKEN_EMBD], D_EMBD, D_VOCAB, REQUIRED));
+    TRY(load(&m->output, l, outside[OUTPUT], D_EMBD, D_VOCAB, OPTIONAL));
     if (!m->output) m->output = m->embed;
-    TRY(load_factors(&m->rope_freqs, l, "rope_freqs.weight"));
-    TRY(load_factors(&m->rope_long, l, "rope_factors_long.weight"));
-    TRY(load_factors(&m->rope_short, l, "rope_factors_short.weight"));
+    TRY(load_factors(&m->rope_freqs, l, outside[ROPE_FREQS]));
+    TRY(load_factors(&m->rope_long, l, outside[ROPE_LONG]));
+    TRY(load_factors(&m->rope_short, l, outside[ROPE_SHORT]));
     return check_factors(m);
 }
 
 static bool is_read(const mf_model *m, const gguf_tensor *t) {
-    static const char *const outside[] = {
-        "output_norm.weight", "token_embd.weight",        "output.weight",
-        "rope_freqs.weight",  "rope_factors_long.weight", "rope_factors_short.weight"};
     char name[65], again[65];
     snprintf(name, sizeof name, "%.*s", (int)t->name_len, t->name);
-    for (size_t i = 0; i < sizeof outside / sizeof *outside; i++)
+    for (size_t i = 0; i < N_OUTSIDE; i++)
         if (!strcmp(name, outside[i])) return true;
     unsigned layer;
     int at = 0;
@@ -277,12 +292,11 @@ static bool is_read(const mf_model *m, const gguf_tensor *t) {
     const uint32_t flags = m->p.arch->flags;
     for (size_t r = 0; r < sizeof layer_rules / sizeof *layer_rules; r++) {
         const tensor_rule *rule = &layer_rules[r];
-        if ((!rule->flags || (rule->flags & flags)) && !(rule->without & flags) &&
-            !strcmp(name + at, rule->name))
-            return true;
+        if (rule_applies(rule, flags) && !strcmp(name + at, rule->name)) return true;
     }
-    return (flags & ARCH_FUSED_QKV) &&
-           (!strcmp(name + at, "attn_qkv.weight") || !strcmp(name + at, "ffn_up.weight"));
+    for (int i = 0; i < N_FUSED && (flags & ARCH_FUSED_QKV); i++)
+        if (!strcmp(name + at, fused[i])) return true;
+    return false;
 }
 
 // Before anything is packed: a model of many GB with one tensor too many is refused at once.

@@ -298,7 +298,7 @@ static void keep_beginning(candidates *c, uint64_t need, float top_p) {
             if (need >= total) return;
         }
         uint32_t digit = (1 << DIGIT_BITS) - 1;
-        for (; above + bins[digit] < need; digit--) above += bins[digit];
+        for (; digit && above + bins[digit] < need; digit--) above += bins[digit];
         high = high << DIGIT_BITS | digit;
         raise_floor(c, high << shifts[round]);
     }
@@ -361,7 +361,8 @@ static int draw(int32_t *token, const candidates *c, double inverse_temperature,
     }
     uint64_t rest = (uint64_t)((u128)bits * total >> 64);
     size_t b = 0;
-    for (; rest >= sums[b]; b++) rest -= sums[b];
+    for (; b < c->n_blocks && rest >= sums[b]; b++) rest -= sums[b];
+    if (b == c->n_blocks) return changed_meanwhile();
     const size_t begin = b * c->block;
     walk_start(&w, begin, c->n - begin < c->block ? c->n : begin + c->block);
     while (walk_next(&w, c)) {

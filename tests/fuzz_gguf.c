@@ -73,15 +73,12 @@ static void walk_value(const mf_gguf *file, uint64_t index) {
 
     uint32_t u32;
     float f32;
-    bool flag;
     const char *text;
     size_t len;
     int status = gguf_u32(&u32, file, key, 0, 0, UINT32_MAX);
     require(!status || status == MF_FORMAT, "u32 by key");
     status = gguf_f32(&f32, file, key, 0, -1e30f, 1e30f);
     require(status == MF_FORMAT || (!status && f32 >= -1e30f && f32 <= 1e30f), "f32 by key");
-    status = gguf_bool(&flag, file, key, false);
-    require((status == MF_OK) == (kv.type == MF_GGUF_BOOL && !kv.is_array), "bool by key");
     status = gguf_str(&text, &len, file, key);
     require((status == MF_OK) == (kv.type == MF_GGUF_STRING && !kv.is_array), "text by key");
     if (!status && len) require(memchr(text, text[len - 1], len) != NULL, "text is readable");

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_tokenizer import SPACE, spm_meta
 
-from minfer.chat import ChatTemplate, encode_chat, template_of
+from minfer.chat import ChatTemplate, template_of
 from minfer.errors import ArgumentError, FormatError
 from minfer.tokenizer import Tokenizer
 
@@ -161,7 +161,7 @@ def test_rendering(name):
 
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_ids_of_plain_messages(name):
-    ids = encode_chat(tokenizer(), template(name), THREE)
+    ids = template(name).encode(tokenizer(), THREE)
     assert ids == tokenizer().encode(RENDERED[name].removeprefix("<s>"), parse_special=True)
     assert ids.count(tokenizer().bos) == 1, "once, whether or not the template writes it"
     no_bos = template(name).encode(tokenizer(), THREE, add_bos=False)

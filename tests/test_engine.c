@@ -213,6 +213,50 @@ static void test_fork(mf_model *model) {
     mf_engine_free(e);
 }
 
+static atomic_bool fed_enough;
+
+static void *feed_on(void *arg) {
+    while (!atomic_load(&fed_enough) && !feed(arg, 0, 0, MAX_TOKENS - 100, NULL) &&
+           !mf_kv_free(arg, 0))
+        continue;
+    return NULL;
+}
+
+// The child of a process whose other thread computes: the engine's lock is held for ever, and is
+// refused.
+static void test_fork_while_computing(mf_model *model) {
+    mf_engine_options o = small();
+    o.n_ctx = MAX_TOKENS;
+    mf_engine *e = must_start(model, &o);
+    pthread_t thread;
+    if (pthread_create(&thread, NULL, feed_on, e)) {
+        check(false, "a thread");
+        return;
+    }
+    bool met = false, right = true;
+    for (int tries = 0; tries < 200 && !met && right;
+         tries++) {  // a fork may fall between two calls
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
+        const pid_t child = fork();
+        if (child == 0) {
+            uint32_t n;
+            alarm(30);
+            const int status = mf_kv_len(&n, e, 0);
+            _exit(status == MF_OK ? 0 : status == MF_UNSUPPORTED ? 1 : 2);
+        }
+        int status = -1;
+        right = child > 0 && waitpid(child, &status, 0) == child && WIFEXITED(status) &&
+                WEXITSTATUS(status) < 2;
+        met = right && WEXITSTATUS(status) == 1;
+    }
+    check(right && met, "a child forked from a computing process: %s",
+          right ? "never met" : "no answer");
+    atomic_store(&fed_enough, true);
+    mf_engine_cancel(e);
+    pthread_join(thread, NULL);
+    mf_engine_free(e);
+}
+
 // ---- the host's modes --------------------------------------------------------------------------
 
 // Rounding up, and where the machine has it, denormals flushed to zero: what a host may have set.
@@ -314,6 +358,7 @@ int main(void) {
     test_cancel(model, 3000000, 16);
     test_two_threads(model);
     test_fork(model);
+    test_fork_while_computing(model);
     test_modes(&b, model);
     test_locale(&b, model);
     mf_model_free(model);

@@ -74,14 +74,10 @@ static void test_scalars(const mf_gguf *file) {
     }
     uint32_t u32;
     float f32;
-    bool flag = false;
     check(gguf_f32(&f32, file, "x.zero", 1, 1e-9f, 1) == MF_FORMAT, "0 where 1e-9 is the least");
     check(gguf_u32_required(&u32, file, "x.absent", 0, 9) == MF_FORMAT, "a required u32 is absent");
     check(strstr(mf_last_error(), "x.absent is missing") != NULL, "the absent key is not named");
     check(gguf_f32_required(&f32, file, "x.absent", 0, 9) == MF_FORMAT, "a required f32 is absent");
-    check(!gguf_bool(&flag, file, "x.bool", false) && flag, "x.bool is true");
-    check(!gguf_bool(&flag, file, "x.absent", true) && flag, "the fallback is true");
-    check(gguf_bool(&flag, file, "x.u8", true) == MF_FORMAT, "a u8 is no bool");
 }
 
 static void test_arrays_and_strings(const mf_gguf *file) {

@@ -160,6 +160,10 @@ BAD_KEYS = [
     ("rope.scaling.type", u32(1), FormatError, ""),
     ("rope.scaling.type", text("longrope"), FormatError, "rope_factors_long.weight"),
     ("expert_count", u32(8), UnsupportedError, "dense models"),
+    ("logit_scale", (0.5, V.FLOAT32, None), UnsupportedError, "0.5"),
+    ("residual_scale", (2.0, V.FLOAT32, None), UnsupportedError, "2"),
+    ("rope.scaling.yarn_ext_factor", (0.0, V.FLOAT32, None), UnsupportedError, "0"),
+    ("attention.clamp_kqv", (8.0, V.FLOAT32, None), UnsupportedError, "8"),
     ("expert_count", text("8"), FormatError, ""),
     ("attention.sliding_window", text("8"), FormatError, ""),
 ]  # fmt: skip
@@ -362,7 +366,7 @@ def test_odd_models_load(valid, tmp_path, arch, keys):
         assert np.isfinite(engine.forward_cached([1])).all()
         window = keys.get(".attention.sliding_window", u32(8))[0]
         sliding = any(kind.startswith("sliding") for kind in engine.kv.kinds())
-        assert sliding == (arch == "gemma3" or (arch == "mistral" and window in (1, 8)))
+        assert sliding == (arch == "gemma3" or (arch == "mistral" and window > 0))
 
 
 # ---- weights that are no numbers ---------------------------------------------------------------
@@ -401,3 +405,53 @@ def test_wild_weights(tmp_path, weight_type, name):
         assert logits.tobytes() == expected.tobytes()
     bits = expected[np.isnan(expected)].view(np.uint32)
     assert len(bits) > 0 and set(bits) == {0x7FC00000}
+
+
+@pytest.mark.parametrize("arch", ["olmo2", "qwen2", "qwen3"])
+def test_a_window_that_would_not_be_used_is_refused(tmp_path, arch):
+    source = tinymodels.write(tmp_path / "m.gguf", arch)
+    path = rewrite(source, tmp_path / "w.gguf", {".attention.sliding_window": u32(8)})
+    refused(path, UnsupportedError, f"{arch}.attention.sliding_window", "8")
+    whole = rewrite(source, tmp_path / "whole.gguf", {".attention.sliding_window": u32(512)})
+    minfer.load(whole, threads=1).close()  # as long as the context: no window
+
+
+def test_older_name_of_the_rope_factor(tmp_path):
+    new = tinymodels.write(tmp_path / "new.gguf", "llama", rope_scaling="linear", rope_factor=4.0)
+    old = rewrite(
+        new,
+        tmp_path / "old.gguf",
+        {".rope.scaling.type": None, ".rope.scaling.factor": None, ".rope.scale_linear": (4.0, V.FLOAT32, None)},
+    )
+    with minfer.load(new) as a, minfer.load(old) as b:
+        assert a.forward_cached(range(20)).tobytes() == b.forward_cached(range(20)).tobytes()
+
+
+def test_attention_scale(tmp_path):
+    source = tinymodels.write(tmp_path / "m.gguf", "llama")
+    with minfer.load(source) as engine:
+        expected = engine.forward_cached(range(9)).tobytes()
+    for scale, same in ((0.25, True), (0.5, False)):  # 1 / sqrt(16)
+        path = rewrite(source, tmp_path / f"{scale}.gguf", {".attention.scale": (scale, V.FLOAT32, None)})
+        with minfer.load(path) as engine:
+            assert (engine.forward_cached(range(9)).tobytes() == expected) == same
+
+
+def test_longrope_factors_are_part_of_the_kind(tmp_path):
+    """n_ctx chooses them, so it must show in the identity of K rows, and the short ones end with their context."""
+    longrope = dict(rope_scaling="longrope", rope_original_ctx=32, window=8)
+    path = tinymodels.write(tmp_path / "m.gguf", "phi3", **longrope)
+    with minfer.load(path, n_ctx=32) as short, minfer.load(path, n_ctx=64) as long:
+        assert short.kv.kinds()[0].endswith("/rope-short") and long.kv.kinds()[0].endswith("/rope-long")
+        short.forward_cached(range(30))
+        with pytest.raises(minfer.KvRangeError, match="32"):
+            short.forward_cached(range(3))
+        assert short.kv.len(0) == 30
+        short.forward_cached(range(2))
+        long.forward_cached(range(60))
+
+
+def test_gemma2_has_a_window_even_if_the_file_is_silent(tmp_path):
+    path = tinymodels.write(tmp_path / "m.gguf", "gemma2", window=0)
+    with minfer.load(path) as engine:
+        assert engine.kv.kinds()[0].startswith("sliding-4096/")

@@ -90,6 +90,8 @@ VARIANTS = [
     ("llama-yarn-attn_factor", "llama", dict(rope_scaling="yarn", rope_attn_factor=0.8)),
     ("llama-window", "llama", dict(window=8)),
     ("phi3-window", "phi3", dict(window=8)),
+    ("mistral-beyond-context", "mistral", dict(n_ctx=8)),
+    ("gemma3-window-of-context", "gemma3", dict(n_ctx=8)),
     ("mistral-no-window", "mistral", dict(window=0)),
     ("qwen2-tied", "qwen2", dict(tied=True)),
     ("qwen3-yarn", "qwen3", dict(rope_scaling="yarn")),

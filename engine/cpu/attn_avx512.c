@@ -269,14 +269,13 @@ INLINE void rows_at(const int n, rows *u, const tile_call *c, uint32_t row) {
         weights(n, c, &u, row);                                                        \
         values(n, c, &u, row, NULL);                                                   \
     }
+typedef void rows_fn(const tile_call *c, uint32_t row);
 // clang-format off
 FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8)
 MANY(1) MANY(2) MANY(3) MANY(4) MANY(5)
-    // clang-format on
-
-    typedef void rows_fn(const tile_call *c, uint32_t row);
 static rows_fn *const few[MAX_ROWS] = {few_1, few_2, few_3, few_4, few_5, few_6, few_7, few_8};
 static rows_fn *const many[BLOCK_ROWS] = {many_1, many_2, many_3, many_4, many_5};
+// clang-format on
 
 // K^T and V of the keys present, in scratch.
 static void gather(tile_call *c) {

@@ -4,6 +4,7 @@
 // A step of row-wise nodes is cut into ranges of rows, and a thread runs all nodes of the step on
 // its range; a matrix product is cut into ranges of output rows; attention as attn.h says. No cut
 // divides a sum, so none changes a bit.
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -247,10 +248,10 @@ static void run_attn(pass *s) {
 }
 
 static int cpu_compute(backend *b, const graph *g, const batch *in, float *logits,
-                       const atomic_int *cancel) {
+                       const atomic_int *run) {
     pass s = {.b = b, .g = g, .in = in, .logits = logits};
     for (uint32_t i = 0; i < g->n_steps; i++) {
-        if (atomic_load_explicit(cancel, memory_order_relaxed))
+        if (atomic_load_explicit(run, memory_order_relaxed) == RUN_CANCELLED)
             return fail(MF_CANCELLED, "the forward was cancelled; its batch left no rows");
         s.step = &g->steps[i];
         s.node = &g->nodes[s.step->first];
@@ -297,6 +298,17 @@ static void cpu_backend_free(backend *b) {
     mem_free(b);
 }
 
+static const char *cpu_isas(void) {
+    static _Thread_local char text[64];
+    const cpu_kernels *list[8];
+    const size_t n = kernels_list(list);
+    size_t used = 0;
+    for (size_t i = 0; i < n; i++)
+        used +=
+            (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "", list[i]->name);
+    return text;
+}
+
 static int find_kernels(const cpu_kernels **out, const char *isa) {
     const char *origin = "isa";
     const cpu_kernels *list[8];
@@ -312,7 +324,7 @@ static int find_kernels(const cpu_kernels **out, const char *isa) {
     *out = kernels_find(isa);
     return *out ? MF_OK
                 : fail(MF_ARG, "%s: \"%.20s\" is not among %s, which this machine runs", origin,
-                       isa, mf_isas());
+                       isa, cpu_isas());
 }
 
 // Copies what the configuration points at: an engine outlives its caller's arrays.
@@ -335,7 +347,8 @@ static int alloc_regions(backend *b, const backend_config *c) {
     b->v_region = mem_alloc(c->n_layer, sizeof *b->v_region);
     if (!b->k_region || !b->v_region) return MF_NOMEM;
     for (uint32_t g = 0; g < c->n_groups; g++)
-        if (!size_mul(&b->region_bytes[g], c->group_cells[g], kv_width(b) * sizeof(float)))
+        if (!size_mul(&b->region_bytes[g], c->group_cells[g],
+                      kv_format_row_bytes(c->kv_format, kv_width(b))))
             return fail(MF_LIMIT,
                         "a KV region of %u cells does not fit in memory; use a smaller n_ctx",
                         c->group_cells[g]);
@@ -391,6 +404,7 @@ const device device_cpu = {
     .head_dim_step = 16,
     .head_dim_max = HEAD_DIM_MAX,
     .kv_formats = 1 << KV_FORMAT_F32,
+    .isas = cpu_isas,
     .matrix_load = cpu_matrix_load,
     .vector_load = cpu_vector_load,
     .weight_free = cpu_weight_free,

@@ -52,7 +52,7 @@ typedef struct panels {
 int panels_layout(panels *out, dtype type, uint32_t n_rows, uint32_t n_cols);
 // Packs panels [p0, p1) from `rows`: all n_rows rows in the file's format.
 void panels_pack(panels *p, const void *rows, uint32_t p0, uint32_t p1);
-// out [n_cols] = row `row`, dequantised: the exact values the matrix product multiplies.
+// out [n_cols] = row `row`, dequantised: the values the matrix product multiplies, each rounded once.
 void panels_row(float *out, const panels *p, uint32_t row);
 
 // Byte offsets inside a chunk of a quantised type. Constant for a constant type.

@@ -6,10 +6,14 @@ What a value may be is judged in C; here it is only made sure that C sees what t
 import operator
 import os
 
+import numpy as np
+
 from minfer import errors
 from minfer._native import ffi, lib
 
 VERSION = "0.1.0"
+INT32_MAX = 2**31 - 1
+UINT32_MAX = 2**32 - 1
 
 if ffi.string(lib.mf_version()).decode() != VERSION:
     raise ImportError(
@@ -78,12 +82,43 @@ def real(name: str, value) -> float:
         raise errors.ArgumentTypeError(message) from None
 
 
+def token_array(name: str, tokens) -> np.ndarray:
+    """A copy of token ids as int32 [n]: nobody can change it while C reads. Whether the model has
+    them is judged there."""
+    if isinstance(tokens, np.ndarray):
+        if tokens.dtype.kind not in "iu":
+            raise errors.ArgumentTypeError(
+                f"{name} must be integers, not an array of {tokens.dtype}"
+            )
+        if tokens.ndim != 1:
+            raise errors.ArgumentError(
+                f"{name} must be one-dimensional, not of shape {tokens.shape}"
+            )
+        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
+    elif isinstance(tokens, (list, tuple, range)):
+        for kind in set(map(type, tokens)):
+            if not issubclass(kind, (int, np.integer)) or kind is bool:
+                raise errors.ArgumentTypeError(f"{name} must be integers, not {kind.__name__}")
+        low, high = (int(min(tokens)), int(max(tokens))) if tokens else (0, 0)
+    else:
+        kind = type(tokens).__name__
+        raise errors.ArgumentTypeError(
+            f"{name} must be a list, tuple or array of integers, not {kind}"
+        )
+    if low < 0 or high > INT32_MAX:
+        bad = low if low < 0 else high
+        raise errors.ArgumentError(f"{name}: token {bad} is outside [0, n_vocab)")
+    return np.array(tokens, np.int32)
+
+
 def c_string(name: str, value):
     """A str as zero-terminated UTF-8; None stays NULL. The caller keeps the result alive."""
     if value is None:
         return None
     if not isinstance(value, str):
         raise errors.ArgumentTypeError(f"{name} must be a str, not {value!r:.60}")
+    if not value:
+        raise errors.ArgumentError(f"{name} is empty; leave it out for the default")
     if "\0" in value:
         raise errors.ArgumentError(f"{name} contains a NUL character: {value!r:.60}")
     return ffi.new("char[]", value.encode("utf-8", "surrogateescape"))

@@ -174,13 +174,6 @@ def template_of(meta: Mapping[str, Any], tokenizer: Tokenizer | None = None) -> 
     return ChatTemplate(template, bos, eos, source)
 
 
-def encode_chat(
-    tokenizer: Tokenizer, template: ChatTemplate, messages: Sequence[Message], **options: Any
-) -> list[int]:
-    """`template.encode(tokenizer, messages, **options)`."""
-    return template.encode(tokenizer, messages, **options)
-
-
 class _Worker:
     """One process of `chat_worker.py`. Not thread-safe."""
 

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-import tempfile
+import secrets
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +13,8 @@ STALE_SECONDS = 3600  # a temporary file this old was left by a process that was
 
 
 def model_path(model, progress: Callable[[str, int, int], None] | None = None):
-    """A GGUF path as it is; for "demo" the path of the packaged model, made if it is not there yet.
+    """A GGUF path as it is; for "demo" the path of the packaged model, made if it is not there yet
+    or not of the right size.
 
     NotFoundError: the package is not installed. FormatError: its bytes are not the published ones.
     Several processes may do this at once: each writes its own file and renames it when it is whole.
@@ -26,8 +27,10 @@ def model_path(model, progress: Callable[[str, int, int], None] | None = None):
         message = "the demo model is not installed; run: pip install 'minfer[demo]'"
         raise NotFoundError(message) from None
     target = cache_dir() / f"{package.EXPECTED_SHA256[:16]}-{package.MODEL_NAME}"
-    if not target.exists():
-        _join(target, package.chunk_paths(), package.EXPECTED_SHA256, progress)
+    parts = package.chunk_paths()
+    total = sum(part.stat().st_size for part in parts)
+    if not target.exists() or target.stat().st_size != total:
+        _join(target, parts, package.EXPECTED_SHA256, total, progress)
     return os.fspath(target)
 
 
@@ -37,7 +40,7 @@ def cache_dir() -> Path:
     return (Path(base) if os.path.isabs(base) else Path.home() / ".cache") / "minfer"
 
 
-def _join(target: Path, parts: list[Path], sha256: str, progress) -> None:
+def _join(target: Path, parts: list[Path], sha256: str, total: int, progress) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     for left in target.parent.glob("*.part"):
         try:
@@ -45,10 +48,10 @@ def _join(target: Path, parts: list[Path], sha256: str, progress) -> None:
                 left.unlink()
         except OSError:
             pass  # another process was first
-    total, written, digest = sum(part.stat().st_size for part in parts), 0, hashlib.sha256()
-    number, name = tempfile.mkstemp(dir=target.parent, suffix=".part")
+    written, digest = 0, hashlib.sha256()
+    name = target.with_name(f"{os.getpid()}-{secrets.token_hex(8)}.part")
     try:
-        with open(number, "wb") as out:
+        with open(name, "xb", opener=lambda path, flags: os.open(path, flags, 0o644)) as out:
             for part in parts:
                 with open(part, "rb") as file:
                     while block := file.read(1 << 20):
@@ -66,5 +69,5 @@ def _join(target: Path, parts: list[Path], sha256: str, progress) -> None:
             os.fsync(out.fileno())
         os.replace(name, target)
     except BaseException:
-        Path(name).unlink(missing_ok=True)
+        name.unlink(missing_ok=True)
         raise

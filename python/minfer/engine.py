@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -13,15 +13,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from minfer import demo
-from minfer._ffi import c_string, check, ffi, integer, lib, options, text
-from minfer.errors import ArgumentError, ArgumentTypeError, ClosedError
+from minfer._ffi import (
+    INT32_MAX,
+    UINT32_MAX,
+    c_string,
+    check,
+    ffi,
+    integer,
+    lib,
+    options,
+    text,
+    token_array,
+)
+from minfer.errors import ArgumentError, ArgumentTypeError, ClosedError, KvFullError
 from minfer.formats import KvFormat
 from minfer.gguf import GgufFile
 from minfer.kv import Kv
 from minfer.sampling import PENALTY_WINDOW, Sampling
 
-INT32_MAX = 2**31 - 1
-UINT32_MAX = 2**32 - 1
+# What C accepts. Asked here too, so that nothing is loaded for a number that cannot be.
+MAX_CTX, MAX_SEQ, MAX_BATCH, MAX_THREADS = 2**24, 4096, 65536, 1024
 
 Tokens = Sequence[int] | np.ndarray
 Progress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
@@ -77,16 +88,19 @@ def load(
 
     Raises FileError, FormatError, UnsupportedError, LimitError, NoMemoryError or ArgumentError.
     """
-    return Engine(
-        demo.model_path(model, progress),
-        n_ctx=0 if n_ctx is None else integer("n_ctx", n_ctx, 1, UINT32_MAX),
-        n_seq=integer("n_seq", n_seq, 1, UINT32_MAX),
-        n_batch=integer("n_batch", n_batch, 1, UINT32_MAX),
-        n_threads=0 if threads is None else integer("threads", threads, 1, UINT32_MAX),
+    wanted = dict(
+        n_ctx=0 if n_ctx is None else integer("n_ctx", n_ctx, 1, MAX_CTX),
+        n_seq=integer("n_seq", n_seq, 1, MAX_SEQ),
+        n_batch=integer("n_batch", n_batch, 1, MAX_BATCH),
+        n_threads=0 if threads is None else integer("threads", threads, 1, MAX_THREADS),
         device=c_string("device", device),
         cache_type=c_string("cache_type", cache_type),
         isa=c_string("isa", isa),
+    )
+    return Engine(
+        demo.model_path(model, progress),
         progress=progress,
+        **wanted,
     )
 
 
@@ -124,7 +138,7 @@ class Engine:
         self.n_groups = info.n_groups  # of layers that share a cell store
         self.n_ctx = lib.mf_engine_n_ctx(self._engine)
         self.n_seq = n_seq
-        self.n_batch = n_batch
+        self.n_batch = min(n_batch, self.n_ctx)
         self.n_threads = lib.mf_engine_n_threads(self._engine)
         self.isa = text(lib.mf_engine_isa(self._engine))
         self.kv_format = KvFormat(text(lib.mf_engine_kv_format(self._engine)))
@@ -144,6 +158,7 @@ class Engine:
         self.metadata.close()
 
     def __enter__(self) -> Engine:
+        _ = self.handle  # a closed engine is refused here
         return self
 
     def __exit__(self, *_) -> None:
@@ -177,18 +192,23 @@ class Engine:
         logits "last", "all" or "none"."""
         return self.forward_batch([Chunk(seq, tokens, logits)])[0]
 
-    def forward_batch(self, chunks: Sequence[Chunk]) -> list[np.ndarray]:
+    def forward_batch(self, chunks: Iterable[Chunk]) -> list[np.ndarray]:
         """Appends chunks to different sequences in one call; each gets an array as forward_cached
         returns it, the same to the last bit.
 
         KvFullError: the rows of all chunks do not fit (nothing was appended). Ctrl-C in the main
         thread cancels the call within a few milliseconds; whole batches of n_batch tokens stay.
+        It cancels whatever forward runs on this engine at that moment: where several threads share
+        an engine, that may be another one's, which then raises CancelledError.
         """
         handle = self.handle
+        if not isinstance(chunks, Iterable):
+            raise ArgumentTypeError(f"chunks must be minfer.Chunk in a list, not {chunks!r:.60}")
+        chunks = list(chunks)
         for chunk in chunks:
             if not isinstance(chunk, Chunk):
                 raise ArgumentTypeError(f"chunks must be minfer.Chunk, not {chunk!r:.60}")
-        arrays = [_token_array(chunk.tokens) for chunk in chunks]
+        arrays = [token_array("tokens", chunk.tokens) for chunk in chunks]
         wanted = [_n_logits(chunk.logits, len(array)) for chunk, array in zip(chunks, arrays)]
         table = ffi.new("mf_chunk[]", len(arrays))
         for row, chunk, array in zip(table, chunks, arrays):
@@ -225,17 +245,20 @@ class Engine:
         min_p: float = 0.05,
         repeat_penalty: float = 1.0,
         seed: int = 0,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] | None = None,
         seq: int = 0,
     ) -> Generation:
         """Appends a prompt to a sequence and returns an iterator of the answer's pieces of text.
 
         It ends at one of the model's end tokens, before a stop string, or after max_tokens. Text in
         a prompt that looks like a special token stays text; pass token ids to mean one. Equal
-        arguments on equal histories give equal text. Raises ArgumentError, KvFullError.
+        arguments on equal histories give equal text. Arguments are judged at once, as are a closed
+        engine and a sequence it does not have; the iterator raises KvFullError if the cache has no
+        room for the prompt, and ends early (see Generation) if it has none for the answer.
         """
+        n_rows = self.kv.len(seq)
         if isinstance(prompt, str):
-            tokens = self.tokenizer.encode(prompt, add_bos=self.kv.len(seq) == 0)
+            tokens = self.tokenizer.encode(prompt, add_bos=n_rows == 0)
         else:
             tokens = prompt
         sampling = Sampling(
@@ -248,7 +271,8 @@ class Engine:
         )
         limit = integer("max_tokens", max_tokens, 0, UINT32_MAX)
         seq = integer("seq", seq, 0, INT32_MAX)
-        return Generation(self, _token_array(tokens), sampling, limit, _stop_strings(stop), seq)
+        prompt = token_array("tokens", tokens)
+        return Generation(self, prompt, sampling, limit, _stop_strings(stop), seq)
 
     def stats(self) -> Stats:
         """Counters and memory."""
@@ -258,17 +282,20 @@ class Engine:
 
 
 class Generation(Iterator[str]):
-    """The pieces of an answer. `ids` are the tokens picked so far; `finish` is None while it runs,
-    then "end" (the model ended it), "stop" (a stop string) or "length".
+    """The pieces of an answer. `ids` are the tokens picked so far, without the end token; `finish`
+    is None while it runs, then "end" (the model ended it), "stop" (a stop string), "length"
+    (max_tokens) or "full" (the cache has no room for another row).
 
-    Between two pieces, and however the iteration ends, the sequence holds the prompt and every
-    picked token but the last, which is appended only when the next one is wanted.
+    The sequence holds the prompt and all of `ids` but those in `pending`. That is the token picked
+    last, which is appended only when another one is wanted, or nothing if the answer ended with
+    "end". To go on after an answer, append `pending` and then what is new.
     """
 
     def __init__(
         self, engine: Engine, prompt: np.ndarray, sampling: Sampling, limit: int, stop, seq: int
     ) -> None:
         self.ids: list[int] = []
+        self.pending: list[int] = []
         self.finish: str | None = None
         self._pieces = self._run(engine, prompt, sampling, limit, stop, seq)
 
@@ -285,14 +312,21 @@ class Generation(Iterator[str]):
         tokens: Any = prompt
         held = ""  # text that may turn out to begin a stop string
         while len(self.ids) < limit:
-            logits = engine.forward_cached(tokens, seq)
-            token = sampling.pick(logits[0], engine.kv.next_pos(seq), recent)
+            try:
+                logits = engine.forward_cached(tokens, seq)
+            except KvFullError:
+                if not self.ids:
+                    raise
+                self.finish = "full"
+                break
+            self.pending = []
+            token = sampling.pick(logits[0], engine.kv.next_pos(seq), list(recent))
             if token in end_tokens:
                 self.finish = "end"
                 break
             self.ids.append(token)
             recent.append(token)
-            tokens = [token]
+            tokens = self.pending = [token]
             held += stream.push(token)
             found = min((at for s in stop if (at := held.find(s)) >= 0), default=-1)
             if found >= 0:
@@ -320,7 +354,7 @@ def _stop_begun(held: str, stop: Sequence[str]) -> int:
 def _stop_strings(stop) -> list[str]:
     if isinstance(stop, str):
         stop = [stop]
-    strings = list(stop)
+    strings = [] if stop is None else list(stop) if isinstance(stop, Iterable) else [stop]
     if not all(isinstance(s, str) for s in strings):
         raise ArgumentTypeError(f"stop must be a list of str, not {stop!r:.60}")
     if "" in strings:
@@ -335,28 +369,6 @@ def _n_logits(logits: str, n_tokens: int) -> int:
     if not isinstance(logits, str) or logits not in _LOGITS:
         raise ArgumentError(f'logits is {logits!r:.60}; it must be "none", "last" or "all"')
     return {"none": 0, "last": 1, "all": n_tokens}[logits]
-
-
-def _token_array(tokens: Tokens) -> np.ndarray:
-    """A copy of token ids as int32 [n]: nobody can change it while C reads. Whether the model has
-    them is judged there."""
-    if isinstance(tokens, np.ndarray):
-        if tokens.dtype.kind not in "iu":
-            raise ArgumentTypeError(f"tokens must be integers, not an array of {tokens.dtype}")
-        if tokens.ndim != 1:
-            raise ArgumentError(f"tokens must be one-dimensional, not of shape {tokens.shape}")
-        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
-    elif isinstance(tokens, (list, tuple, range)):
-        for kind in set(map(type, tokens)):
-            if not issubclass(kind, (int, np.integer)) or kind is bool:
-                raise ArgumentTypeError(f"tokens must be integers, not {kind.__name__}")
-        low, high = (int(min(tokens)), int(max(tokens))) if tokens else (0, 0)
-    else:
-        kind = type(tokens).__name__
-        raise ArgumentTypeError(f"tokens must be a list, tuple or array of integers, not {kind}")
-    if low < 0 or high > INT32_MAX:
-        raise ArgumentError(f"token {low if low < 0 else high} is outside [0, n_vocab)")
-    return np.array(tokens, np.int32)
 
 
 def _start(call: Callable[[], Any]) -> queue.SimpleQueue:

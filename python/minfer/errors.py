@@ -1,5 +1,7 @@
 """The exceptions minfer raises. Each is also the built-in that a caller would expect."""
 
+from errno import ENOENT
+
 
 class Error(Exception):
     """Everything minfer refuses; the message is one line with the cause, the value and the fix."""
@@ -19,6 +21,12 @@ class ClosedError(Error, ValueError):
 
 class FileError(Error, OSError):
     """The operating system refused a file."""
+
+
+class MissingFileError(FileError, FileNotFoundError):
+    """No file has that path."""
+
+    errno = ENOENT
 
 
 class FormatError(Error, ValueError):

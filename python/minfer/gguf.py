@@ -1,12 +1,13 @@
 """GGUF files: metadata as a read-only mapping, and the table of tensors."""
 
+import os
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from minfer._ffi import c_path, check, ffi, lib
-from minfer.errors import ClosedError
+from minfer.errors import ClosedError, FileError, MissingFileError
 
 _FLOATS = (lib.MF_GGUF_F32, lib.MF_GGUF_F64)
 
@@ -26,13 +27,20 @@ class GgufFile(Mapping[str, Any]):
     As a mapping it gives the metadata: scalars are int, float, bool or str; arrays of numbers are
     numpy arrays (int64, float64 or bool); arrays of strings are list[bytes]. Text that is not UTF-8
     survives as lone surrogates. Raises FormatError, UnsupportedError, LimitError or FileError at
-    opening, KeyError for a missing key and ClosedError after close().
+    opening (MissingFileError for a path without a file), KeyError for a missing key and ClosedError
+    after close().
     """
 
     def __init__(self, path) -> None:
-        self.path = c_path(path).decode("utf-8", "surrogateescape")
+        encoded = c_path(path)
+        self.path = encoded.decode("utf-8", "surrogateescape")
+        if not encoded:
+            raise MissingFileError("'': an empty path names no file; give the path of a GGUF file")
         out = ffi.new("mf_gguf **")
-        check(lib.mf_gguf_open(out, c_path(path)))
+        try:
+            check(lib.mf_gguf_open(out, encoded))
+        except FileError as error:
+            raise _missing(encoded, error) from None
         self._file = ffi.gc(out[0], lib.mf_gguf_free)
         info = ffi.new("mf_kv_info *")
         self._index: dict[str, int] = {}
@@ -106,6 +114,17 @@ class GgufFile(Mapping[str, Any]):
     def __repr__(self) -> str:
         state = "closed" if self._file is None else f"{len(self)} keys"
         return f"<minfer.GgufFile {self.path!r}, {state}>"
+
+
+def _missing(path: bytes, error: FileError) -> FileError:
+    """The error as it is, or as a MissingFileError if there is no such file."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        return MissingFileError(str(error))
+    except OSError:
+        pass  # there may be one, out of reach
+    return error
 
 
 def _chars(start, length: int) -> str:

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from minfer._ffi import check, ffi, integer, lib, options, text
+from minfer._ffi import INT32_MAX, UINT32_MAX, check, ffi, integer, lib, options, text
 
 if TYPE_CHECKING:
     from minfer.engine import Engine
-
-INT32_MAX = 2**31 - 1
 
 
 class Span(NamedTuple):
@@ -53,7 +51,7 @@ class Kv:
 
         KvGoneError: a window has dropped rows that the shorter sequence needs (see max_trim).
         """
-        rows = integer("n", n, 0, 2**32 - 1)
+        rows = integer("n", n, 0, UINT32_MAX)
         check(lib.mf_kv_trim(self._engine.handle, _seq(seq), rows))
 
     def free(self, seq: int) -> None:
@@ -114,4 +112,4 @@ def _seq(seq) -> int:
 
 
 def _group(group) -> int:
-    return integer("group", group, 0, 2**32 - 1)
+    return integer("group", group, 0, UINT32_MAX)

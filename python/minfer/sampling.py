@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from minfer._ffi import check, ffi, integer, lib, options, real
+from minfer._ffi import INT32_MAX, check, ffi, integer, lib, options, real, token_array
+from minfer.errors import ArgumentError, ArgumentTypeError
 
 PENALTY_WINDOW = 64  # tokens that the repeat penalty looks back on
-_INT32_MIN, _INT32_MAX = -(2**31), 2**31 - 1
 
 
 class Sampling:
@@ -13,7 +13,8 @@ class Sampling:
     off), repeat_penalty (1: off), seed, and `choice`, which tells several answers to one prompt
     apart.
 
-    ArgumentError for values out of range, judged once here by the C library.
+    ArgumentError for values out of range, judged once here. A top_p or repeat_penalty of 0 is
+    refused: C means "off" by it, a reader "hardly anything".
     """
 
     def __init__(
@@ -30,21 +31,23 @@ class Sampling:
         self._options = options(
             "mf_sampling",
             temperature=real("temperature", temperature),
-            top_k=integer("top_k", top_k, _INT32_MIN, _INT32_MAX),
-            top_p=real("top_p", top_p),
+            top_k=integer("top_k", top_k, 0, INT32_MAX),
+            top_p=_not_zero("top_p", top_p, "use 1 for off, or a small value"),
             min_p=real("min_p", min_p),
-            repeat_penalty=real("repeat_penalty", repeat_penalty),
+            repeat_penalty=_not_zero("repeat_penalty", repeat_penalty, "use 1 for off"),
             seed=integer("seed", seed, 0, 2**64 - 1),
             choice=integer("choice", choice, 0, 2**64 - 1),
         )
         self.pick(np.zeros(1, np.float32), position=0)
 
     def pick(self, logits: np.ndarray, position: int, recent=()) -> int:
-        """A token for float32 logits [n_vocab]; a pure function of its arguments and the seed.
+        """A token for logits [n_vocab], numbers of any type that are read as float32; a pure
+        function of its arguments and the seed.
 
         `position`: the place of the token in its sequence. `recent`: token ids for the penalty.
         """
-        values = np.ascontiguousarray(logits, np.float32)
+        values = _logit_array(logits)
+        history = token_array("recent", recent)
         token = ffi.new("int32_t *")
         check(
             lib.mf_sample(
@@ -52,9 +55,30 @@ class Sampling:
                 ffi.from_buffer("float[]", values),
                 values.size,
                 self._options,
-                ffi.new("int32_t[]", list(recent)),
-                len(recent),
+                ffi.from_buffer("int32_t[]", history),
+                history.size,
                 integer("position", position, 0, 2**64 - 1),
             )
         )
         return token[0]
+
+
+def _not_zero(name: str, value, instead: str) -> float:
+    number = real(name, value)
+    if number == 0:
+        raise ArgumentError(f"{name} is 0; {instead}")
+    return number
+
+
+def _logit_array(logits) -> np.ndarray:
+    """float32 [n]."""
+    try:
+        values = np.asarray(logits)
+    except ValueError:
+        raise ArgumentError("logits must be one-dimensional, not ragged") from None
+    if values.dtype.kind not in "fiu":
+        raise ArgumentTypeError(f"logits must be an array of numbers, not {logits!r:.60}")
+    if values.ndim != 1:
+        raise ArgumentError(f"logits must be one-dimensional, not of shape {values.shape}")
+    with np.errstate(over="ignore"):  # what float32 cannot hold is infinite
+        return np.ascontiguousarray(values, np.float32)

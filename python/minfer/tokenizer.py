@@ -117,7 +117,9 @@ class Tokenizer:
         appear by name. Bytes that are not UTF-8 become U+FFFD. The space that a model with a
         space prefix puts before a text is taken away again; to continue a text, use `stream`.
 
-        Raises ArgumentError for an id outside 0..n_vocab-1."""
+        Raises ArgumentError for an id outside 0..n_vocab-1, ArgumentTypeError for what is none."""
+        if not isinstance(ids, Iterable):
+            raise ArgumentTypeError(f"ids must be a list of token ids, not {_show(ids)}")
         data = b"".join([self._piece(token, skip_special) for token in ids])
         if self._prefix and data.startswith(b" "):
             data = data[1:]
