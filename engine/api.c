@@ -1,6 +1,8 @@
 // Layer 7: the public ABI. Arguments are checked here, once; below it they are asserted. Everything
 // else is one call down.
+#define _POSIX_C_SOURCE 200809L
 #include <string.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "api_args.h"
@@ -61,14 +63,19 @@ static int check_engine(const mf_engine *e, const char *function) {
 }
 
 // A child of fork() inherits the lock of a call that its parent's thread was in; nobody will ever
-// open it.
+// open it. A thread of the child that has just taken a free lock says so within moments: waited
+// for.
 static int lock(mf_engine *e) {
-    if (pthread_mutex_trylock(&e->lock)) {
-        if (atomic_load(&e->lock_pid) != getpid())
+    for (int tries = 0; pthread_mutex_trylock(&e->lock); tries++) {
+        if (atomic_load(&e->lock_pid) == getpid()) {
+            pthread_mutex_lock(&e->lock);
+            break;
+        }
+        if (tries == 100)
             return fail(
                 MF_UNSUPPORTED,
                 "the engine was computing when this process was forked; load it again here");
-        pthread_mutex_lock(&e->lock);
+        nanosleep(&(struct timespec){.tv_nsec = 1000000}, NULL);
     }
     atomic_store(&e->lock_pid, getpid());
     return MF_OK;

@@ -7,6 +7,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <time.h>
+#include <unistd.h>
 
 #include "alloc.h"
 #include "error.h"
@@ -136,6 +137,7 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     uint32_t cells[KV_MAX_GROUPS];
     int status;
     pthread_mutex_init(&e->lock, NULL);
+    atomic_store(&e->lock_pid, getpid());
     TRY_GOTO(failed, resolve_format(&e->kv_format, o->cache_type, m->dev));
     TRY_GOTO(failed, make_groups(e, choose_factors(e)));
     TRY_GOTO(failed, make_cache(e, cells));
