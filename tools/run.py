@@ -19,6 +19,8 @@ def main(args) -> int:
             prompt = sys.stdin.read().removesuffix("\n")
     if args.cnv and args.json:
         args.usage_error("--json is for one answer; give a prompt and leave --cnv out")
+    if prompt is not None:
+        _require_utf8(prompt)
     with render.Bar(f"loading {args.model}") as bar:
         engine = minfer.load(
             args.model,
@@ -26,6 +28,11 @@ def main(args) -> int:
             threads=args.threads,
             cache_type=args.cache_type,
             progress=bar,
+        )
+    if engine.n_ctx > engine.n_ctx_train > 0:
+        render.say(
+            f"a context of {engine.n_ctx} tokens is more than the {engine.n_ctx_train} that the"
+            " model was trained for; beyond them its answers get worse"
         )
     with engine:
         talk = Talk(engine, args)
@@ -45,10 +52,11 @@ class Talk:
         self.messages: list[dict[str, str]] = []
         self.rows: list[int] = []  # tokens of the rows that the sequence holds
         self.ids: list[int] = []  # tokens of the last answer
+        self.pending: list[int] = []  # those of them that have no row yet
         self.finish: str | None = None
 
     def answer(self, text: str) -> Iterator[str]:
-        """Pieces of the answer to the next turn."""
+        """Pieces of the answer to the next turn. KvFullError: the turn does not fit."""
         tokens = self._next_tokens(text)
         args, before = self.args, self.rows[:]
         pieces = self.engine.generate(
@@ -64,22 +72,28 @@ class Talk:
         said = ""
         try:
             with render.Bar(f"reading {len(tokens)} tokens"):
-                piece = next(pieces, "")
+                piece = self._first(pieces, len(before) + len(tokens))
             while piece:
                 said += piece
                 yield piece
                 piece = next(pieces, "")
         finally:
-            self.ids, self.finish = pieces.ids, pieces.finish
+            self.ids, self.pending, self.finish = pieces.ids, pieces.pending, pieces.finish
             self.rows = (before + tokens + pieces.ids)[: self.engine.kv.len(0)]
             self.messages.append({"role": "assistant", "content": said})
+
+    def _first(self, pieces: minfer.Generation, n_tokens: int) -> str:
+        try:
+            return next(pieces, "")
+        except minfer.KvFullError:
+            raise minfer.KvFullError(
+                f"the prompt has {n_tokens} tokens, the context {self.engine.n_ctx}; raise --n-ctx"
+            ) from None
 
     def _next_tokens(self, text: str) -> list[int]:
         self.messages.append({"role": "user", "content": text})
         if self.template is None:
-            # the last token of an answer is picked but not appended yet
-            picked = self.ids[-1:] if self.rows else []
-            return picked + self.engine.tokenizer.encode(text, add_bos=not self.rows)
+            return self.pending + self.engine.tokenizer.encode(text, add_bos=not self.rows)
         wanted = self.template.encode(self.engine.tokenizer, self.messages)
         keep = _common_prefix(self.rows, wanted[:-1])
         drop = len(self.rows) - keep
@@ -110,18 +124,51 @@ def _answer_once(talk: Talk, prompt: str, args) -> int:
     else:
         print()
         _summary(talk.engine)
+    if talk.finish == "full":
+        _say_full(talk.engine)
     return status
 
 
 def _converse(talk: Talk, prompt: str | None) -> int:
+    """Ends where the turns do, or where the context is full: then no turn fits any more."""
     for text in _turns(prompt):
         if not text.strip():
             continue
-        for piece in talk.answer(text):
-            print(render.printable(piece), end="", flush=True)
-        print()
-        _summary(talk.engine)
+        _require_utf8(text)
+        first = not talk.rows
+        try:
+            for piece in talk.answer(text):
+                print(render.printable(piece), end="", flush=True)
+        except KeyboardInterrupt:
+            print()
+            _summary(talk.engine)
+            return 130
+        except minfer.KvFullError:
+            if first:
+                raise
+            talk.finish = "full"
+        else:
+            print()
+            _summary(talk.engine)
+        if talk.finish == "full":
+            _say_full(talk.engine)
+            break
     return 0
+
+
+def _require_utf8(prompt: str) -> None:
+    """Bytes of arguments and of stdin that are no text arrive as lone surrogates."""
+    try:
+        prompt.encode("utf-8", "surrogateescape").decode()
+    except UnicodeDecodeError as error:
+        raise minfer.ArgumentError(
+            f"the prompt is not UTF-8 (byte {error.object[error.start]:#04x} at {error.start});"
+            " convert it"
+        ) from None
+
+
+def _say_full(engine: minfer.Engine) -> None:
+    render.say(f"the context of {engine.n_ctx} tokens is full; raise --n-ctx")
 
 
 def _turns(first: str | None) -> Iterator[str]:

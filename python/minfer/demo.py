@@ -1,4 +1,4 @@
-"""The packaged demo model, Gemma 3 270M: four wheels, joined once into a file of the user's cache."""
+"""The packaged demo model, Gemma 3 270M: four wheels, joined once into a file of the cache."""
 
 import hashlib
 import os

@@ -146,7 +146,7 @@ class Engine:
 
     @property
     def handle(self):
-        """The C handle. Holding it keeps the engine alive, so a call takes it into a local first."""
+        """The C handle. It keeps the engine alive, so a call takes it into a local first."""
         engine = self._engine
         if engine is None:
             raise ClosedError("the engine is closed; load the model again")
@@ -228,7 +228,7 @@ class Engine:
             compute()  # one token per sequence: over before anyone can press a key
         if len(chunks) == 1:
             return [out]
-        return np.split(out, np.cumsum(wanted)[:-1]) if chunks else []
+        return np.split(out, np.cumsum(wanted)[:-1])
 
     def cancel(self) -> None:
         """Makes a forward that runs in another thread raise CancelledError soon."""

@@ -132,7 +132,7 @@ class Tokenizer:
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a token stands for; a control token stands for its name."""
         token = self._checked(token)
-        kind, text = self._types[token], self._tokens[token]
+        kind, text = int(self._types[token]), self._tokens[token]
         if kind == TokenType.BYTE:
             return bytes([self._bytes[token]])
         if kind in (TokenType.CONTROL, TokenType.UNKNOWN):
@@ -189,8 +189,9 @@ class Tokenizer:
         self._unknown_id = read.token_id("unknown_token_id", n)
         ends = {self.eos, read.token_id("eot_token_id", n), read.token_id("eom_token_id", n)}
         kinds = (TokenType.CONTROL, TokenType.USER_DEFINED) if read.has_types else TokenType
+        types = self._types.tolist()  # NumPy's own integers compare slowly, and eat a Ctrl-C
         for i in np.flatnonzero(np.isin(self._types, kinds)).tolist():
-            sure = self._types[i] == TokenType.CONTROL
+            sure = types[i] == TokenType.CONTROL
             if self._tokens[i] in _END_NAMES or sure and self._tokens[i] in _END_NAMES_IF_CONTROL:
                 ends.add(i)
         self.eog = frozenset(ends - {None})
