@@ -17,7 +17,8 @@ int batch_new(batch **out, uint32_t max_tokens, uint32_t max_runs, uint32_t n_gr
     b->positions = mem_alloc(max_tokens, sizeof *b->positions);
     b->outputs = mem_alloc(max_tokens, sizeof *b->outputs);
     b->runs = mem_alloc(max_runs, sizeof *b->runs);
-    bool complete = b->tokens && b->positions && b->outputs && b->runs;
+    b->appends = mem_alloc(max_runs, sizeof *b->appends);
+    bool complete = b->tokens && b->positions && b->outputs && b->runs && b->appends;
     for (uint32_t g = 0; g < n_groups && complete; g++) {
         batch_group *group = &b->groups[g];
         group->cells = mem_alloc(max_tokens, sizeof *group->cells);
@@ -44,6 +45,7 @@ void batch_free(batch *b) {
     mem_free(b->positions);
     mem_free(b->outputs);
     mem_free(b->runs);
+    mem_free(b->appends);
     mem_free(b);
 }
 
@@ -56,18 +58,10 @@ void batch_add(batch *b, int32_t seq, const int32_t *tokens, uint32_t n, uint32_
     for (uint32_t i = outputs; i > 0; i--) b->outputs[b->n_outputs++] = b->n_tokens - i;
 }
 
-static int append_runs(const batch *b, kv_cache *kv, kv_append *items) {
-    for (uint32_t i = 0; i < b->n_runs; i++)
-        items[i] = (kv_append){.seq = b->runs[i].seq, .n = b->runs[i].n_tokens};
-    return kv_cache_append(kv, items, b->n_runs);
-}
-
 int batch_fill_inputs(batch *b, kv_cache *kv) {
-    kv_append *items = mem_alloc(b->n_runs, sizeof *items);
-    if (!items) return MF_NOMEM;
-    const int status = append_runs(b, kv, items);
-    mem_free(items);
-    if (status) return status;
+    for (uint32_t i = 0; i < b->n_runs; i++)
+        b->appends[i] = (kv_append){.seq = b->runs[i].seq, .n = b->runs[i].n_tokens};
+    TRY(kv_cache_append(kv, b->appends, b->n_runs));
     for (uint32_t i = 0; i < b->n_runs; i++) {
         batch_run *run = &b->runs[i];
         uint32_t len;

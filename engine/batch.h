@@ -25,6 +25,7 @@ typedef struct batch {
     uint32_t *positions;  // [n_tokens]
     uint32_t *outputs;    // [n_outputs] tokens whose logits are wanted
     batch_run *runs;      // [n_runs]
+    kv_append *appends;   // [n_runs] the same as the cell store takes it
     uint32_t n_groups;
     batch_group groups[KV_MAX_GROUPS];
     uint32_t max_tokens, max_runs;

@@ -142,6 +142,8 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     TRY_GOTO(failed, make_groups(e, choose_factors(e)));
     TRY_GOTO(failed, make_cache(e, cells));
     TRY_GOTO(failed, batch_new(&e->batch, e->n_batch, u32_min(e->n_seq, e->n_batch), e->n_groups));
+    e->wanted = mem_alloc(e->n_seq, sizeof *e->wanted);
+    if (!e->wanted) TRY_GOTO(failed, MF_NOMEM);
     TRY_GOTO(failed, make_backend(e, o, cells));
     backend_stats stats;
     m->dev->get_stats(e->b, &stats);
@@ -161,6 +163,7 @@ void engine_free(mf_engine *e) {
     batch_free(e->batch);
     kv_cache_free(e->kv);
     mem_free(e->layer_group);
+    mem_free(e->wanted);
     pthread_mutex_destroy(&e->lock);
     model_release(e->m);
     e->magic = 0;
@@ -236,13 +239,9 @@ static int check_positions(const mf_engine *e, const mf_chunk *chunks, size_t n_
 }
 
 static int check_room(const mf_engine *e, const mf_chunk *chunks, size_t n_chunks) {
-    kv_append *items = mem_alloc(n_chunks, sizeof *items);
-    if (!items) return MF_NOMEM;
     for (size_t i = 0; i < n_chunks; i++)
-        items[i] = (kv_append){.seq = chunks[i].seq, .n = (uint32_t)chunks[i].n_tokens};
-    const int status = kv_cache_can_append(e->kv, items, (uint32_t)n_chunks);
-    mem_free(items);
-    return status;
+        e->wanted[i] = (kv_append){.seq = chunks[i].seq, .n = (uint32_t)chunks[i].n_tokens};
+    return kv_cache_can_append(e->kv, e->wanted, (uint32_t)n_chunks);
 }
 
 static uint32_t wanted_rows(const mf_chunk *c, size_t done, uint32_t n) {

@@ -17,6 +17,7 @@ struct mf_engine {
     backend *b;
     kv_cache *kv;
     batch *batch;
+    kv_append *wanted;  // [n_seq] all rows of a call
     kv_format kv_format;
     uint32_t n_ctx, n_seq, n_batch;
     uint32_t n_groups;

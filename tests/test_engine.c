@@ -102,6 +102,18 @@ static void test_gone(mf_model *model) {
     mf_engine_free(e);
 }
 
+static void test_decode_allocates_nothing(mf_model *model) {
+    const mf_engine_options o = small();
+    mf_engine *e = must_start(model, &o);
+    must_feed(e, 0, 0, 10, NULL);
+    must_feed(e, 0, 10, 1, one);  // the graph of one token is built
+    const uint64_t asked = mem_asked();
+    for (uint32_t i = 11; i < 30; i++) must_feed(e, 0, i, 1, one);
+    check(mem_asked() == asked, "decode steps asked for %llu bytes",
+          (unsigned long long)(mem_asked() - asked));
+    mf_engine_free(e);
+}
+
 // ---- cancelling --------------------------------------------------------------------------------
 
 typedef struct canceller {
@@ -357,6 +369,7 @@ int main(void) {
     test_cancel(model, 0, 8);
     test_cancel(model, 3000000, 16);
     test_two_threads(model);
+    test_decode_allocates_nothing(model);
     test_fork(model);
     test_fork_while_computing(model);
     test_modes(&b, model);
