@@ -25,3 +25,11 @@ def goldens():
 def tiny_path(tmp_path_factory):
     """A gemma3 of a few hundred KB, with random weights and a window of 8."""
     return tinymodels.write(tmp_path_factory.mktemp("tiny") / "tiny.gguf", "gemma3")
+
+
+@pytest.fixture
+def engine(shared):
+    """The module's `shared` engine, with empty sequences."""
+    for seq in range(shared.n_seq):
+        shared.kv.free(seq)
+    return shared

@@ -214,6 +214,7 @@ static void test_fork(mf_model *model) {
     if (child == 0) {
         alarm(60);
         const int status = feed(e, 0, 10, 10, one);
+        mf_engine_free(e);
         _exit(status ? 1 : memcmp(one, two, sizeof one) ? 2 : 0);
     }
     int status = -1;

@@ -19,13 +19,6 @@ def shared(tiny_path):
         yield engine
 
 
-@pytest.fixture
-def engine(shared):
-    for seq in range(shared.n_seq):
-        shared.kv.free(seq)
-    return shared
-
-
 def test_generate_is_a_function_of_its_arguments(engine):
     def text(**options):
         engine.kv.free(0)

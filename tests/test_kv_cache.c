@@ -8,20 +8,8 @@
 #include "../engine/kv_cache.h"
 #include "../engine/kv_cells.h"
 #include "../engine/kv_seq.h"
+#include "counted.h"
 
-static int passed, failed;
-
-#define CHECK(ok, ...)                                      \
-    do {                                                    \
-        if (ok) {                                           \
-            passed++;                                       \
-        } else {                                            \
-            failed++;                                       \
-            printf("%s:%d: %s: ", __func__, __LINE__, #ok); \
-            printf(__VA_ARGS__);                            \
-            printf("\n");                                   \
-        }                                                   \
-    } while (0)
 #define IS(call, want)                                                                     \
     do {                                                                                   \
         const int is_status = (call);                                                      \

@@ -25,6 +25,7 @@ static void delay_claim(void) {
 #define atomic_compare_exchange_weak(word, old, new) \
     (delay_claim(), atomic_compare_exchange_strong(word, old, new))
 #include "../engine/pool.c"
+#include "counted.h"
 
 #if defined(__SANITIZE_THREAD__)
 #define NO_THREADS_AFTER_FORK true  // the sanitizer's rule
@@ -33,20 +34,6 @@ static void delay_claim(void) {
 #endif
 
 enum { MAX_TASKS = 40, MAX_THREADS = 8 };
-
-static int passed, failed;
-
-#define CHECK(ok, ...)                                      \
-    do {                                                    \
-        if (ok) {                                           \
-            passed++;                                       \
-        } else {                                            \
-            failed++;                                       \
-            printf("%s:%d: %s: ", __func__, __LINE__, #ok); \
-            printf(__VA_ARGS__);                            \
-            printf("\n");                                   \
-        }                                                   \
-    } while (0)
 
 static double now(void) {
     struct timespec t;

@@ -25,13 +25,6 @@ def shared(tiny_path):
         yield engine
 
 
-@pytest.fixture
-def engine(shared):
-    for seq in range(shared.n_seq):
-        shared.kv.free(seq)
-    return shared
-
-
 def python(code, *args, **options):
     """Runs a program in a fresh interpreter; it must end well and say nothing on stderr."""
     done = subprocess.run(

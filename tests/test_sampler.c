@@ -11,22 +11,9 @@
 #include "../engine/alloc.h"
 #include "../engine/sampler.h"
 #include "check.h"
+#include "counted.h"
 
 __extension__ typedef unsigned __int128 u128;
-
-static int n_passed, n_failed;
-
-#define CHECK(condition, ...)                     \
-    do {                                          \
-        if (condition) {                          \
-            n_passed++;                           \
-        } else {                                  \
-            n_failed++;                           \
-            printf("line %d failed: ", __LINE__); \
-            printf(__VA_ARGS__);                  \
-            printf("\n");                         \
-        }                                         \
-    } while (0)
 
 // ---- the twin --------------------------------------------------------------------------------
 
@@ -472,6 +459,6 @@ int main(void) {
     test_wide_blocks();
     test_host_rounding();
     test_refusals();
-    printf("%d passed, %d failed\n", n_passed, n_failed);
-    return n_failed > 0;
+    printf("%d passed, %d failed\n", passed, failed);
+    return failed > 0;
 }
