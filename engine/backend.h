@@ -27,7 +27,8 @@ typedef struct backend_config {
     float attn_scale, attn_softcap;
     const uint32_t *layer_group;   // [n_layer]
     const uint32_t *layer_window;  // [n_layer] UINT32_MAX: all positions
-    const uint32_t *group_cells;   // [n_groups]
+    const uint32_t *layer_rope;    // [n_layer] index into rope
+    const uint32_t *group_cells;   // [n_groups]; each region has one spare row more, for moves
     uint32_t n_groups;
     kv_format kv_format;
     uint32_t n_batch, n_ctx, n_threads;
@@ -49,6 +50,8 @@ typedef struct device {
     uint32_t id;                           // written into files: appended to, never renumbered
     uint32_t head_dim_step, head_dim_max;  // head_dim must be a multiple of step, at most max
     uint32_t kv_formats;                   // bit set of the kv_formats that its attention reads
+    uint32_t rope_formats;                 // bit set of the kv_formats that rope_cells turns
+    uint32_t window_modes;                 // bit set of the kv_window_modes that attention reads
 
     const char *(*isas)(
         void);  // instruction sets that this machine runs, best first, comma separated
@@ -66,6 +69,11 @@ typedef struct device {
     // Runs the graph; `logits` [n_outputs][n_vocab]. MF_CANCELLED soon after *run is RUN_CANCELLED.
     int (*compute)(backend *b, const graph *g, const batch *in, float *logits,
                    const atomic_int *run);
+    // Rows of all layers of a group, K and V, verbatim: the moves one after the other, each with
+    // memmove's meaning. All memory was allocated with the backend: cannot fail.
+    void (*copy_cells)(backend *b, const mf_kv_move *moves, uint32_t n);
+    // Turns the K rows in all layers of a group by `delta` positions more. Cannot fail.
+    void (*rope_cells)(backend *b, const kv_cell_run *runs, uint32_t n, int32_t delta);
     void (*get_stats)(const backend *b, backend_stats *out);
 } device;
 

@@ -13,10 +13,8 @@ typedef struct batch_run {
 
 // Where the rows of one KV group lie.
 typedef struct batch_group {
-    int32_t *cells;  // [n_tokens] cell that the token's K and V are stored in
-    const mf_kv_span *
-        *spans;  // [n_runs] rows of the run's sequence, these tokens included, in position order
-    uint32_t *n_spans;  // [n_runs]
+    int32_t *cells;    // [n_tokens] cell that the token's K and V are stored in
+    kv_window window;  // the rows that each token sees, itself included; an item is a run
 } batch_group;
 
 typedef struct batch {
@@ -39,8 +37,10 @@ void batch_clear(batch *b);
 // the last tokens have logits.
 void batch_add(batch *b, int32_t seq, const int32_t *tokens, uint32_t n, uint32_t outputs);
 // The one entry point that takes cells: appends all runs to the cache (all or nothing) and fills in
-// positions, cells and spans of every group. On failure the cache is unchanged.
-int batch_fill_inputs(batch *b, kv_cache *kv);
+// positions, cells and windows of every group; `modes` as in kv_cache_window. On failure the
+// batch's rows are not in the cache. `work` must be done in any case, before anything is read or
+// stored: where a group was regrouped, the other rows have moved even if the batch was refused.
+int batch_fill_inputs(kv_work *work, batch *b, kv_cache *kv, uint32_t modes);
 // Takes the rows of batch_fill_inputs back, after a pass that failed or was cancelled.
 void batch_undo(const batch *b, kv_cache *kv);
 

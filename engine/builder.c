@@ -1,5 +1,5 @@
 // Owns the one description of a transformer that all architectures share. It reads traits and
-// weights, never a name, and depends on nothing but the model and graph_params.
+// weights, never a name, and depends on nothing but the model, its groups and graph_params.
 #include "builder.h"
 
 #include "error.h"
@@ -8,7 +8,8 @@ typedef struct build {
     graph *g;
     const mf_model *m;
     const model_params *p;
-    int32_t tables[ROPE_KINDS];  // values of the rope tables
+    const uint32_t *layer_group;  // [n_layer]
+    int32_t tables[ROPE_KINDS];   // values of the rope tables
 } build;
 
 static int32_t new_f32(const build *b, row_set rows, uint32_t width) {
@@ -71,10 +72,9 @@ static void in_place(const build *b, op o, int32_t layer, int32_t x, int32_t oth
 }
 
 static void rope(const build *b, int32_t layer, int32_t x, uint32_t heads) {
-    const bool local = model_layer_window(b->p, (uint32_t)layer) != 0;
     graph_node *n = graph_add_node(b->g, OP_ROPE, layer);
     n->in[0] = x;
-    n->in[1] = b->tables[local];
+    n->in[1] = b->tables[model_layer_rope(b->p, (uint32_t)layer)];
     n->out[0] = x;
     n->parts = heads;
 }
@@ -107,6 +107,7 @@ static int32_t attention(const build *b, int32_t i, int32_t x, bool read) {
     graph_node *attn = graph_add_node(b->g, OP_ATTN, i);
     attn->in[0] = q;
     attn->out[0] = out;
+    attn->kind = b->g->params.window_modes[b->layer_group[i]];
     return out;
 }
 
@@ -140,12 +141,10 @@ static void feed_forward(const build *b, int32_t i, int32_t x) {
 }
 
 static void rope_tables(build *b) {
-    const bool two = b->p->window && b->p->arch->local_rope_base > 0;
+    bool used[ROPE_KINDS] = {false};
+    for (uint32_t i = 0; i < b->p->n_layer; i++) used[model_layer_rope(b->p, i)] = true;
     for (uint32_t kind = 0; kind < ROPE_KINDS; kind++) {
-        if (kind && !two) {
-            b->tables[kind] = b->tables[0];
-            continue;
-        }
+        if (!used[kind]) continue;
         b->tables[kind] = new_f32(b, ROWS_TOKENS, b->p->n_rot);
         graph_node *n = graph_add_node(b->g, OP_ROPE_TABLE, GRAPH_NONE);
         n->out[0] = b->tables[kind];
@@ -185,8 +184,9 @@ static void transformer(build *b) {
     }
 }
 
-int builder_build(graph **out, const mf_model *m, const graph_params *params) {
-    build b = {.m = m, .p = &m->p};
+int builder_build(graph **out, const mf_model *m, const uint32_t *layer_group,
+                  const graph_params *params) {
+    build b = {.m = m, .p = &m->p, .layer_group = layer_group};
     TRY(graph_new(&b.g, params));
     transformer(&b);
     const int status = graph_plan(b.g);

@@ -4,7 +4,8 @@
 
 #include "model.h"
 
-// Builds and plans the graph of `params` for a model.
-int builder_build(graph **out, const mf_model *m, const graph_params *params);
+// Builds and plans the graph of `params` for a model. layer_group [n_layer]: each layer's KV group.
+int builder_build(graph **out, const mf_model *m, const uint32_t *layer_group,
+                  const graph_params *params);
 
 #endif

@@ -1,6 +1,6 @@
 // Owns the pass from tokens to logits: room for all rows first, then batch by batch cells, graph,
 // computing. Invariant: a call that fails leaves whole batches or nothing; a graph is built once
-// per graph_params.
+// per graph_params, so a window that changes its mode and changes it back builds nothing new.
 #define _POSIX_C_SOURCE 200809L
 #include "engine.h"
 
@@ -63,14 +63,18 @@ static uint32_t arena_cells(const mf_engine *e, uint32_t window) {
 }
 
 static int make_cache(mf_engine *e, uint32_t cells[KV_MAX_GROUPS]) {
-    kv_group_spec specs[KV_MAX_GROUPS];
+    const device *const dev = e->m->dev;
+    kv_config config = {.n_groups = e->n_groups,
+                        .n_seq = e->n_seq,
+                        .n_batch = e->n_batch,
+                        .can_rope = dev->rope_formats >> e->kv_format & 1};
     for (uint32_t g = 0; g < e->n_groups; g++) {
         const uint32_t window = e->group_window[g];
         cells[g] = arena_cells(e, window);
-        specs[g] = (kv_group_spec){
+        config.groups[g] = (kv_group_spec){
             .kind = window ? KV_SLIDING : KV_FULL, .window = window, .n_cells = cells[g]};
     }
-    return kv_cache_new(&e->kv, specs, e->n_groups, e->n_seq, e->n_batch);
+    return kv_cache_new(&e->kv, &config);
 }
 
 static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t *cells) {
@@ -79,8 +83,9 @@ static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t
     const uint32_t half = p->n_rot / 2;
     double *freq = mem_alloc((size_t)half * ROPE_KINDS, sizeof *freq);
     uint32_t *window = mem_alloc(p->n_layer, sizeof *window);
+    uint32_t *rope = mem_alloc(p->n_layer, sizeof *rope);
     int status = MF_NOMEM;
-    if (!freq || !window) goto done;
+    if (!freq || !window || !rope) goto done;
     backend_config c = {
         .n_layer = p->n_layer,
         .n_embd = p->n_embd,
@@ -94,6 +99,7 @@ static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t
         .attn_softcap = p->attn_softcap,
         .layer_group = e->layer_group,
         .layer_window = window,
+        .layer_rope = rope,
         .group_cells = cells,
         .n_groups = e->n_groups,
         .kv_format = e->kv_format,
@@ -109,11 +115,13 @@ static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t
     for (uint32_t i = 0; i < p->n_layer; i++) {
         const uint32_t w = model_layer_window(p, i);
         window[i] = w ? w : UINT32_MAX;
+        rope[i] = model_layer_rope(p, i);
     }
     status = m->dev->backend_new(&e->b, &c);
 done:
     mem_free(freq);
     mem_free(window);
+    mem_free(rope);
     return status;
 }
 
@@ -133,6 +141,7 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     model_retain(m);
     e->n_ctx = o->n_ctx ? o->n_ctx : u32_min(4096, m->p.n_ctx_train);
     e->n_seq = o->n_seq ? o->n_seq : 1;
+    e->window_modes = m->dev->window_modes;
     e->n_batch = u32_min(o->n_batch ? o->n_batch : 512, e->n_ctx);
     uint32_t cells[KV_MAX_GROUPS];
     int status;
@@ -182,21 +191,26 @@ static int get_graph(const graph **out, mf_engine *e) {
     params.max_tokens = bucket(e->batch->n_tokens, e->n_batch);
     params.max_outputs = bucket(e->batch->n_outputs, e->n_batch);
     params.kv_format = e->kv_format;
-    for (uint32_t i = 0; i < e->n_graphs; i++) {
-        if (memcmp(&e->graphs[i]->params, &params, sizeof params) != 0) continue;
+    for (uint32_t g = 0; g < e->n_groups; g++)
+        params.window_modes[g] = e->batch->groups[g].window.mode;
+    for (uint32_t i = e->n_graphs; i-- > 0;) {
+        graph *const found = e->graphs[i];
+        if (memcmp(&found->params, &params, sizeof params) != 0) continue;
+        memmove(e->graphs + i, e->graphs + i + 1, (e->n_graphs - 1 - i) * sizeof *e->graphs);
+        e->graphs[e->n_graphs - 1] = found;
         e->stats.graph_reuses++;
-        *out = e->graphs[i];
+        *out = found;
         return MF_OK;
     }
     graph *g;
-    TRY(builder_build(&g, e->m, &params));
+    TRY(builder_build(&g, e->m, e->layer_group, &params));
     const int status = e->m->dev->reserve(e->b, g->buffer_bytes);
     if (status) {
         graph_free(g);
         return status;
     }
-    // More params than slots would need odd sizes of everything at once; then the oldest graph is
-    // built again one day.
+    // More params than slots would need odd sizes of everything at once; then the graph that was
+    // not used for longest goes, never that of the decode steps between.
     if (e->n_graphs == ENGINE_MAX_GRAPHS) {
         graph_free(e->graphs[0]);
         memmove(e->graphs, e->graphs + 1, (ENGINE_MAX_GRAPHS - 1) * sizeof *e->graphs);
@@ -209,16 +223,21 @@ static int get_graph(const graph **out, mf_engine *e) {
 }
 
 static int run_batch(mf_engine *e, float *logits) {
-    const graph *g;
     const double start = now();
-    TRY(get_graph(&g, e));
-    TRY(batch_fill_inputs(e->batch, e->kv));
-    const int status = e->m->dev->compute(e->b, g, e->batch, logits, &e->run);
+    kv_work work;
+    int status = batch_fill_inputs(&work, e->batch, e->kv, e->window_modes);
+    engine_kv_work(e, &work);  // of a refused batch too: the cells of other rows count on it
+    if (status) return status;
+    const double placed = now();
+    const graph *g;
+    status = get_graph(&g, e);
+    if (!status) status = e->m->dev->compute(e->b, g, e->batch, logits, &e->run);
     if (status) {
         batch_undo(e->batch, e->kv);
         return status;
     }
     const bool decode = e->batch->n_tokens == e->batch->n_runs;
+    e->stats.kv_seconds += placed - start;
     *(decode ? &e->stats.decode_tokens : &e->stats.prefill_tokens) += e->batch->n_tokens;
     *(decode ? &e->stats.decode_seconds : &e->stats.prefill_seconds) += now() - start;
     return MF_OK;

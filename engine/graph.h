@@ -6,6 +6,7 @@
 #ifndef MF_GRAPH_H
 #define MF_GRAPH_H
 
+#include "kv_cache.h"
 #include "kvformat.h"
 #include "op.h"
 #include "weight.h"
@@ -17,6 +18,7 @@ typedef struct graph_params {
     uint32_t max_tokens;   // bucket: power of two that holds the batch's tokens
     uint32_t max_outputs;  // bucket of the rows whose logits are wanted; 0: none
     uint32_t kv_format;
+    uint32_t window_modes[KV_MAX_GROUPS];  // kv_window_mode of each group
 } graph_params;
 
 typedef enum row_set { ROWS_TOKENS, ROWS_OUTPUTS } row_set;
@@ -42,8 +44,8 @@ typedef struct graph_node {
     const weight *w[NODE_MATS];
     uint32_t n_mats;  // OP_MATMUL
     uint32_t parts;   // OP_NORM, OP_ROPE: heads in a row
-    uint32_t kind;    // OP_GLU: glu_kind; OP_ROPE_TABLE: index of the rope kind
-    float f;          // OP_EMBED: scale; OP_NORM: eps; OP_SOFTCAP: cap
+    uint32_t kind;  // OP_GLU: glu_kind; OP_ROPE_TABLE: index of the rope kind; OP_ATTN: window mode
+    float f;        // OP_EMBED: scale; OP_NORM: eps; OP_SOFTCAP: cap
     int32_t step;
 } graph_node;
 

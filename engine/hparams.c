@@ -229,3 +229,7 @@ uint32_t model_layer_window(const model_params *p, uint32_t layer) {
         p->window_pattern > 1 && layer % p->window_pattern == p->window_pattern - 1;
     return sees_all ? 0 : p->window;
 }
+
+uint32_t model_layer_rope(const model_params *p, uint32_t layer) {
+    return p->arch->local_rope_base > 0 && model_layer_window(p, layer);
+}

@@ -20,6 +20,7 @@ static int bits_new(kv_bits *bits, uint32_t n) {
         bits->level_at[bits->n_levels++] = total;
         total += words;
     } while (words > 1);
+    bits->n_words = total;
     bits->words = mem_alloc(total, sizeof *bits->words);
     return bits->words ? MF_OK : MF_NOMEM;
 }
@@ -69,6 +70,7 @@ static void link_free(kv_cells *cells, uint32_t first) {
     if (*head != KV_NO_CELL) cells->at[*head].prev = first;
     *head = first;
     cells->n_free += e->len;
+    cells->n_free_runs++;
 }
 
 static void unlink_free(kv_cells *cells, uint32_t first) {
@@ -80,17 +82,23 @@ static void unlink_free(kv_cells *cells, uint32_t first) {
         cells->free_head[class_of(e->len)] = e->next;
     }
     cells->n_free -= e->len;
+    cells->n_free_runs--;
 }
 
 static void add_extent(kv_cells *cells, uint32_t first, uint32_t len, uint32_t readers) {
     cells->at[first].len = len;
     cells->at[first].readers = readers;
     bits_set(&cells->starts, first);
+    cells->n_extents++;
+    if (readers > 1) cells->n_shared += len;
     if (!readers) link_free(cells, first);
 }
 
 static void remove_extent(kv_cells *cells, uint32_t first) {
-    if (!cells->at[first].readers) unlink_free(cells, first);
+    const kv_extent *const e = &cells->at[first];
+    cells->n_extents--;
+    if (e->readers > 1) cells->n_shared -= e->len;
+    if (!e->readers) unlink_free(cells, first);
     bits_clear(&cells->starts, first);
 }
 
@@ -120,12 +128,18 @@ int kv_cells_new(kv_cells *cells, uint32_t n_cells) {
     if (n_cells < 1 || n_cells > INT32_MAX) {
         return fail(MF_ARG, "an arena of %u cells: give 1 to %d", n_cells, INT32_MAX);
     }
-    memset(cells->free_head, 0xff, sizeof cells->free_head);
     TRY(bits_new(&cells->starts, n_cells));
     cells->at = mem_alloc(n_cells, sizeof *cells->at);
     if (!cells->at) return MF_NOMEM;
-    add_extent(cells, 0, n_cells, 0);
+    kv_cells_reset(cells);
     return MF_OK;
+}
+
+void kv_cells_reset(kv_cells *cells) {
+    memset(cells->starts.words, 0, cells->starts.n_words * sizeof *cells->starts.words);
+    memset(cells->free_head, 0xff, sizeof cells->free_head);
+    cells->n_free = cells->n_shared = cells->n_extents = cells->n_free_runs = 0;
+    add_extent(cells, 0, cells->n_cells, 0);
 }
 
 void kv_cells_free(kv_cells *cells) {
@@ -148,6 +162,21 @@ void kv_cells_read(kv_cells *cells, uint32_t first, uint32_t n, int32_t delta) {
     join(cells, first);
 }
 
+uint32_t kv_cells_extent(uint32_t *readers, const kv_cells *cells, uint32_t cell) {
+    const uint32_t first = bits_last(&cells->starts, cell);
+    *readers = cells->at[first].readers;
+    return first + cells->at[first].len - cell;
+}
+
+uint32_t kv_cells_largest(const kv_cells *cells) {
+    uint32_t largest = 0;
+    for (uint32_t c = KV_FREE_CLASSES; c-- > 0 && !largest;) {
+        for (uint32_t cell = cells->free_head[c]; cell != KV_NO_CELL; cell = cells->at[cell].next)
+            largest = u32_max(largest, cells->at[cell].len);
+    }
+    return largest;
+}
+
 // ---- placement -------------------------------------------------------------------------------
 
 uint32_t kv_cells_room(const kv_cells *cells, uint32_t cell) {
@@ -165,7 +194,8 @@ static uint32_t skip_of(const kv_extent *run, uint32_t n) {
 }
 
 // Plain best fit would put every decoded row into the smallest hole. A run with KV_GROW cells to
-// spare lets a sequence go on in place; if there is none, the largest one gives it most.
+// spare lets a sequence go on in place; if there is none, the largest one gives it most. Of each
+// class only the KV_LOOK runs freed last are looked at: thousands of holes must not cost a scan.
 uint32_t kv_cells_place(uint32_t *first, const kv_cells *cells, uint32_t n, uint32_t tail) {
     const uint32_t room = kv_cells_room(cells, tail);
     if (room >= n) {
@@ -179,7 +209,9 @@ uint32_t kv_cells_place(uint32_t *first, const kv_cells *cells, uint32_t n, uint
         // better.
         const uint64_t wanted = large != KV_NO_CELL ? (uint64_t)n + KV_GROW : n;
         if (most != KV_NO_CELL && (uint64_t)2 << c <= wanted) break;
-        for (uint32_t cell = cells->free_head[c]; cell != KV_NO_CELL; cell = cells->at[cell].next) {
+        uint32_t left = KV_LOOK;
+        for (uint32_t cell = cells->free_head[c]; cell != KV_NO_CELL && left--;
+             cell = cells->at[cell].next) {
             const kv_extent *const run = &cells->at[cell];
             const uint32_t skip = skip_of(run, n), len = run->len - skip;
             if (most == KV_NO_CELL || run->len > cells->at[most].len) most = cell;
@@ -223,7 +255,7 @@ static int check_bits(const kv_cells *cells) {
 }
 
 int kv_cells_check(const kv_cells *cells, const uint32_t *readers) {
-    uint32_t n_free = 0, n_free_runs = 0, n_listed = 0;
+    uint32_t n_free = 0, n_shared = 0, n_free_runs = 0, n_extents = 0, n_listed = 0;
     for (uint32_t cell = 0, before = UINT32_MAX; cell < cells->n_cells;) {
         const kv_extent *const e = &cells->at[cell];
         if (!bits_has(&cells->starts, cell)) return broken("an extent without its mark", cell);
@@ -238,11 +270,16 @@ int kv_cells_check(const kv_cells *cells, const uint32_t *readers) {
                 return broken("a mark inside an extent", cell + i);
         }
         n_free += e->readers ? 0 : e->len;
+        n_shared += e->readers > 1 ? e->len : 0;
         n_free_runs += !e->readers;
+        n_extents++;
         before = e->readers;
         cell += e->len;
     }
     if (n_free != cells->n_free) return broken("a wrong number of free cells", n_free);
+    if (n_shared != cells->n_shared) return broken("a wrong number of shared cells", n_shared);
+    if (n_free_runs != cells->n_free_runs) return broken("a wrong number of runs", n_free_runs);
+    if (n_extents != cells->n_extents) return broken("a wrong number of extents", n_extents);
     for (uint32_t c = 0; c < KV_FREE_CLASSES; c++) {
         uint32_t prev = KV_NO_CELL;
         for (uint32_t cell = cells->free_head[c]; cell != KV_NO_CELL; cell = cells->at[cell].next) {

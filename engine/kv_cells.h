@@ -8,14 +8,16 @@
 enum {
     KV_BIT_LEVELS = 6,     // 64^6 cells
     KV_FREE_CLASSES = 31,  // class i: free runs of [2^i, 2^(i+1)) cells
-    KV_GROW = 64           // cells a sequence should find free behind its tail
+    KV_GROW = 64,          // cells a sequence should find free behind its tail
+    KV_LOOK = 64           // runs of a class that are looked at for the best place
 };
 #define KV_NO_CELL UINT32_MAX
 
 // Which cells start an extent, as a tree of words: a bit of level i+1 says that a word of level i
 // is not zero.
 typedef struct kv_bits {
-    uint64_t *words;  // all levels, the lowest first
+    uint64_t *words;  // [n_words] all levels, the lowest first
+    size_t n_words;
     size_t level_at[KV_BIT_LEVELS];
     uint32_t n_levels;
 } kv_bits;
@@ -30,6 +32,8 @@ typedef struct kv_extent {
 // Extents: maximal runs of cells with one number of readers. They tile [0, n_cells).
 typedef struct kv_cells {
     uint32_t n_cells, n_free;
+    uint32_t n_shared;  // cells with several readers
+    uint32_t n_extents, n_free_runs;
     kv_bits starts;
     kv_extent *at;                        // [n_cells]
     uint32_t free_head[KV_FREE_CLASSES];  // KV_NO_CELL: none
@@ -38,6 +42,13 @@ typedef struct kv_cells {
 // All memory that the arena ever needs: no later call can fail.
 int kv_cells_new(kv_cells *cells, uint32_t n_cells);
 void kv_cells_free(kv_cells *cells);
+// Every cell free again.
+void kv_cells_reset(kv_cells *cells);
+
+// How far the extent that holds `cell` goes from there, at least 1 cell, and its readers.
+uint32_t kv_cells_extent(uint32_t *readers, const kv_cells *cells, uint32_t cell);
+// Cells of the largest free run; 0 if none is free.
+uint32_t kv_cells_largest(const kv_cells *cells);
 
 // Free cells right at `cell`, which may be KV_NO_CELL.
 uint32_t kv_cells_room(const kv_cells *cells, uint32_t cell);

@@ -1,4 +1,5 @@
-// Owns the positions and spans of one sequence. Refuses nothing: kv_cache has checked every number.
+// Owns the positions, spans and reserved cells of one sequence. Refuses nothing: kv_cache has
+// checked every number.
 //
 // Invariant: runs and spans are in position order and maximal (neighbours would not continue each
 // other), and the spans of a group hold exactly the positions of its live rows.
@@ -72,9 +73,30 @@ void kv_seq_cut(kv_seq *seq, uint32_t rows) {
     seq->len = rows;
 }
 
+void kv_seq_edit(kv_seq *seq, uint32_t i0, uint32_t i1, int32_t delta) {
+    kv_run later[KV_MAX_RUNS + 1];  // of the rows that stay behind the cut
+    uint32_t n = 0;
+    if (i1 < seq->len) later[n++] = (kv_run){i1, kv_seq_pos(seq, i1)};
+    for (uint32_t i = 0; i < seq->n_runs; i++) {
+        if (seq->runs[i].row > i1) later[n++] = seq->runs[i];
+    }
+    const uint32_t len = seq->len - (i1 - i0);
+    kv_seq_cut(seq, i0);
+    for (uint32_t i = 0; i < n; i++) {
+        const kv_run run = {later[i].row - (i1 - i0), later[i].pos + (uint32_t)delta};
+        if (i == 0 && i0 && kv_seq_next_pos(seq, i0) == run.pos) continue;  // it goes on
+        seq->runs[seq->n_runs++] = run;
+    }
+    seq->len = len;
+}
+
 // ---- spans -----------------------------------------------------------------------------------
 
 uint32_t kv_part_tail(const kv_part *part) {
+    if (part->n_reserved) {
+        const kv_hold last = part->held[part->n_held - 1];
+        return last.cell + last.len;
+    }
     if (!part->n_spans) return KV_NO_CELL;
     const mf_kv_span last = kv_part_spans(part)[part->n_spans - 1];
     return (uint32_t)(last.cell + last.len);
@@ -138,7 +160,7 @@ void kv_part_drop_newest(kv_part *part, kv_cells *cells, uint32_t n) {
     if (!part->n_spans) part->first = 0;
 }
 
-int32_t kv_part_cell(const kv_part *part, uint32_t pos) {
+uint32_t kv_part_span_at(const kv_part *part, uint32_t pos) {
     const mf_kv_span *const spans = kv_part_spans(part);
     uint32_t lo = 0, hi = part->n_spans;  // the span that holds pos is lo
     while (hi - lo > 1) {
@@ -149,7 +171,69 @@ int32_t kv_part_cell(const kv_part *part, uint32_t pos) {
             hi = mid;
         }
     }
-    return spans[lo].cell + (int32_t)pos - spans[lo].pos;
+    return lo;
+}
+
+int32_t kv_part_cell(const kv_part *part, uint32_t pos) {
+    const mf_kv_span span = kv_part_spans(part)[kv_part_span_at(part, pos)];
+    return span.cell + (int32_t)pos - span.pos;
+}
+
+// ---- reserved cells --------------------------------------------------------------------------
+
+int kv_part_reserve_holds(kv_part *part, uint32_t n_holds) {
+    const uint32_t n = part->n_held - part->held_first;
+    if (part->held_first) {
+        memmove(part->held, part->held + part->held_first, n * sizeof *part->held);
+        part->held_first = 0;
+        part->n_held = n;
+    }
+    if (part->held_capacity - n >= n_holds) return MF_OK;
+    if (n_holds > UINT32_MAX - n) return fail(MF_LIMIT, "%u runs of reserved cells", n_holds);
+    kv_hold *const held = mem_grow(part->held, n + n_holds, sizeof *held);
+    if (!held) return MF_NOMEM;
+    part->held = held;
+    part->held_capacity = n + n_holds;
+    return MF_OK;
+}
+
+void kv_part_hold(kv_part *part, uint32_t cell, uint32_t n) {
+    kv_hold *const end = part->held + part->n_held;
+    part->n_reserved += n;
+    if (part->n_held > part->held_first && end[-1].cell + end[-1].len == cell) {
+        end[-1].len += n;
+        return;
+    }
+    *end = (kv_hold){cell, n};
+    part->n_held++;
+}
+
+void kv_part_release(kv_part *part, kv_cells *cells, uint32_t n) {
+    while (part->n_reserved > n) {
+        kv_hold *const last = &part->held[part->n_held - 1];
+        const uint32_t k = u32_min(part->n_reserved - n, last->len);
+        last->len -= k;
+        kv_cells_read(cells, last->cell + last->len, k, -1);
+        part->n_reserved -= k;
+        if (!last->len) part->n_held--;
+    }
+    if (!part->n_reserved) part->held_first = part->n_held = 0;
+}
+
+uint32_t kv_part_draw(kv_part *part, uint32_t pos, uint32_t n) {
+    uint32_t drawn = 0;
+    while (drawn < n && part->n_reserved) {
+        kv_hold *const next = &part->held[part->held_first];
+        const uint32_t k = u32_min(n - drawn, next->len);
+        kv_part_push(part, pos + drawn, next->cell, k);
+        next->cell += k;
+        next->len -= k;
+        part->n_reserved -= k;
+        if (!next->len) part->held_first++;
+        drawn += k;
+    }
+    if (!part->n_reserved) part->held_first = part->n_held = 0;
+    return drawn;
 }
 
 // ---- check -----------------------------------------------------------------------------------
@@ -206,10 +290,26 @@ static int check_part(const kv_seq *seq, const kv_part *part, uint32_t n_cells, 
     return row == seq->len ? MF_OK : broken("live rows without a cell", row);
 }
 
+static int check_holds(const kv_part *part, uint32_t n_cells, uint32_t *readers) {
+    if (part->held_first > part->n_held || part->n_held > part->held_capacity)
+        return broken("reserved cells outside their memory", part->held_first);
+    uint64_t total = 0;
+    for (uint32_t i = part->held_first; i < part->n_held; i++) {
+        const kv_hold h = part->held[i];
+        if (!h.len || h.cell >= n_cells || h.len > n_cells - h.cell)
+            return broken("reserved cells outside the arena", i);
+        for (uint32_t k = 0; k < h.len; k++) readers[h.cell + k]++;
+        total += h.len;
+    }
+    return total == part->n_reserved ? MF_OK : broken("a wrong number of reserved cells", total);
+}
+
 int kv_seq_check(const kv_seq *seq, uint32_t n_groups, const uint32_t *n_cells,
                  uint32_t *const *readers) {
     TRY(check_runs(seq));
-    for (uint32_t g = 0; g < n_groups; g++)
+    for (uint32_t g = 0; g < n_groups; g++) {
         TRY(check_part(seq, &seq->parts[g], n_cells[g], readers[g]));
+        TRY(check_holds(&seq->parts[g], n_cells[g], readers[g]));
+    }
     return MF_OK;
 }

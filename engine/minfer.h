@@ -32,18 +32,25 @@ typedef struct mf_engine mf_engine;  // a model with its KV cache, graphs and th
 
 typedef enum mf_status {
     MF_OK = 0,
-    MF_ARG = 1,          // an argument is NULL, of the wrong size or out of range
-    MF_IO = 2,           // the operating system refused: the message has its reason
-    MF_FORMAT = 3,       // the bytes of a file contradict its format
-    MF_UNSUPPORTED = 4,  // well-formed, but this build or device cannot do it
-    MF_LIMIT = 5,        // a documented limit is exceeded
-    MF_NOMEM = 6,        // an allocation failed
-    MF_NOT_FOUND = 7,    // no such key or tensor
-    MF_CANCELLED = 8,    // mf_engine_cancel stopped the call; the unfinished batch left no rows
-    MF_KV_FULL = 9,      // not enough free cells
-    MF_KV_GONE = 10,     // the edit needs rows that a sliding window has dropped
-    MF_KV_RANGE = 11,    // a position outside [0, 2^24)
-    MF_INTERNAL = 12     // a broken invariant of the library: please report it
+    MF_ARG = 1,            // an argument is NULL, of the wrong size or out of range
+    MF_IO = 2,             // the operating system refused: the message has its reason
+    MF_FORMAT = 3,         // the bytes of a file contradict its format
+    MF_UNSUPPORTED = 4,    // well-formed, but this build or device cannot do it
+    MF_LIMIT = 5,          // a documented limit is exceeded
+    MF_NOMEM = 6,          // an allocation failed
+    MF_NOT_FOUND = 7,      // no such key or tensor
+    MF_CANCELLED = 8,      // mf_engine_cancel stopped the call; the unfinished batch left no rows
+    MF_KV_FULL = 9,        // not enough free cells
+    MF_KV_GONE = 10,       // the edit needs rows that a sliding window has dropped
+    MF_KV_RANGE = 11,      // a position outside [0, 2^24)
+    MF_INTERNAL = 12,      // a broken invariant of the library: please report it
+    MF_KV_COLLIDES = 13,   // a shift would put a row at or below the position of the row before
+    MF_KV_GAPS = 14,       // more gaps between positions than a read can carry
+    MF_KV_NOT_EMPTY = 15,  // a share into a sequence that has rows
+    MF_KV_SPANS = 16,      // a window in more pieces than the read mode can carry
+    MF_KV_OVERLAP = 17,    // moves that read or write a row twice
+    MF_KV_CYCLE = 18,      // moves in a circle, which no order makes right
+    MF_KV_SHARED = 19      // a store into a row that others read: please report it
 } mf_status;
 
 // "0.1.0"; equals the Python package's version.
@@ -184,6 +191,7 @@ typedef struct mf_stats {
     uint64_t prefill_tokens, decode_tokens;  // decode: batches with at most one token a sequence
     double prefill_seconds, decode_seconds;
     uint64_t weight_bytes, kv_bytes, compute_bytes;
+    double kv_seconds;  // finding cells and windows for batches; a part of the seconds above
 } mf_stats;
 
 int mf_engine_stats(mf_stats *out, mf_engine *engine);
@@ -212,9 +220,20 @@ typedef struct mf_kv_group {
     const char *kind;  // "sliding-512/f32/kv1x256"
     uint32_t n_layers;
     uint32_t n_cells;          // of the arena
-    uint32_t n_used;           // cells that hold a row
+    uint32_t n_used;           // cells that are not free
     uint64_t bytes_per_token;  // of all layers of the group
+    uint32_t n_shared;         // cells that several sequences read
+    uint32_t n_stale;     // rows of all sequences that only laziness keeps: older than their window
+    uint32_t n_reserved;  // cells that mf_kv_reserve holds for rows to come; part of n_used
+    uint32_t n_free_runs, largest_run;  // maximal runs of free cells
+    uint64_t compactions;  // made by a forward, because a sequence lay in too many spans
+    uint64_t generation;   // changes whenever rows move to other cells
 } mf_kv_group;
+
+// Rows of cells [src, src + n) of a group go to [dst, dst + n), as memmove does.
+typedef struct mf_kv_move {
+    int32_t src, dst, n, group;
+} mf_kv_move;
 
 int mf_kv_len(uint32_t *rows, mf_engine *engine, int32_t seq);
 int mf_kv_next_pos(uint32_t *pos, mf_engine *engine, int32_t seq);
@@ -223,7 +242,38 @@ int mf_kv_next_pos(uint32_t *pos, mf_engine *engine, int32_t seq);
 int mf_kv_trim(mf_engine *engine, int32_t seq, uint32_t n);
 // The largest n such that every trim of at most n rows is accepted now.
 int mf_kv_max_trim(uint32_t *n, mf_engine *engine, int32_t seq);
+// Drops all rows of a sequence, and what is reserved for it; who shares its rows keeps them.
 int mf_kv_free(mf_engine *engine, int32_t seq);
+// Drops the rows at positions [p0, p1) of one sequence and moves its later positions down by
+// p1 - p0: their K is rotated to its new position. Rows that other sequences read stay as they are
+// for those; the moved ones are copied first (MF_KV_FULL without cells for them). MF_KV_GONE as for
+// trim; MF_KV_GAPS; MF_UNSUPPORTED if rows would move and the model or the device cannot rotate
+// them. Up to next_pos it is a trim. Rows after the cut have seen the removed tokens.
+int mf_kv_rm(mf_engine *engine, int32_t seq, int32_t p0, int32_t p1);
+// Moves the rows at positions >= p0 of one sequence by delta, with the same rules. Rows keep their
+// order: MF_KV_COLLIDES at or below the row before, MF_KV_RANGE outside [0, 2^24). A gap that opens
+// holds no row and is no error.
+int mf_kv_shift(mf_engine *engine, int32_t seq, int32_t p0, int32_t delta);
+// The empty sequence dst (else MF_KV_NOT_EMPTY) becomes the first n rows of src, read in place: no
+// row is copied and no cell taken. MF_KV_GONE: a window of src has dropped rows that n rows need.
+int mf_kv_share(mf_engine *engine, int32_t dst, int32_t src, uint32_t n);
+// Afterwards the next n rows of a sequence cannot be refused for want of cells, whatever the others
+// do: it holds exactly n free cells beyond its rows (0 gives them back). Moves no row.
+int mf_kv_reserve(mf_engine *engine, int32_t seq, uint32_t n);
+// The same in one run of cells; compacts if there is none. *moves (freed with mf_kv_moves_free) are
+// the moves made: who remembers a cell applies them in this order. A move may go through cell
+// n_cells of its group, a spare row.
+int mf_kv_reserve_with_defrag(mf_kv_move **moves, size_t *n_moves, mf_engine *engine, int32_t seq,
+                              uint32_t n);
+// Compacts until each full group has a run of `need` free cells (a sliding one: of n_batch at
+// most), and every sequence fits into a read; 0 closes all holes. No content changes.
+int mf_kv_defrag(mf_kv_move **moves, size_t *n_moves, mf_engine *engine, uint32_t need);
+void mf_kv_moves_free(mf_kv_move *moves);
+// The order in which moves, each made as memmove does, give what all of them at once would, in
+// *ordered [*n_ordered], freed with mf_kv_moves_free; a move may be cut into several. Groups are
+// kept apart and come in rising order. MF_KV_OVERLAP: two moves read or write one row;
+// MF_KV_CYCLE: no order is right.
+int mf_kv_order_moves(mf_kv_move **ordered, size_t *n_ordered, const mf_kv_move *moves, size_t n);
 int mf_kv_get_group(mf_kv_group *out, mf_engine *engine, uint32_t group);
 // Group of a layer.
 int mf_kv_layer_group(uint32_t *group, mf_engine *engine, uint32_t layer);

@@ -45,6 +45,8 @@ void model_release(mf_model *m);
 
 // Window of a layer, 0 for one that sees everything.
 uint32_t model_layer_window(const model_params *p, uint32_t layer);
+// Rope kind of a layer: 1 for windowed layers of models that give those a base of their own.
+uint32_t model_layer_rope(const model_params *p, uint32_t layer);
 
 // hparams.c: reads and validates the hyperparameters; names file, key and value of what is wrong.
 int model_params_read(model_params *out, const mf_gguf *file);

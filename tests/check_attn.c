@@ -432,11 +432,13 @@ static void check_batches(const cpu_kernels *k, const cpu_kernels *s, uint64_t *
         check_setup(&c, k, s, pools, 0, chunks, sizeof chunks / sizeof *chunks, rng);
     }
     // Long contexts, where the tiles of a few queries are shared out: more states than are kept at
-    // a time, too.
+    // a time, too. The last two are scattered over some 500 spans, with whole tiles missing.
     static const setup longs[] = {
         {32, 4, 1, 3000, UINT32_MAX, 0, false, false, NULL},
         {16, 1, 3, 2500, 1500, 0, true, true, NULL},
         {16, 4, 1, 6000, UINT32_MAX, 0, false, false, NULL},
+        {16, 2, 1, 9000, UINT32_MAX, 0, false, true, NULL},
+        {16, 2, 1, 9000, 4000, 0, true, true, NULL},
     };
     for (size_t i = 0; i < sizeof longs / sizeof *longs; i++) {
         setup c = longs[i];

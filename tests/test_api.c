@@ -1,24 +1,10 @@
-// The arguments of every function of minfer.h: what is refused, with which status and which words,
-// and that a refusal writes nothing. A marker in the error line shows that each refusal wrote its
-// own.
+// The arguments of the functions of minfer.h but for the cache (test_api_kv.c): what is refused,
+// with which status and which words, and that a refusal writes nothing. A marker in the error line
+// shows that each refusal wrote its own.
 #define _POSIX_C_SOURCE 200809L
 #include <limits.h>
 
-#include "../engine/error.h"
-#include "model_test.h"
-
-static void judge(int status, int wanted, const char *words, const char *what) {
-    const char *const line = mf_last_error();
-    check(status == wanted && is_one_line(line) && strcmp(line, "marker") && strstr(line, words),
-          "%s: status %d, wanted %d with \"%s\"", what, status, wanted, words);
-}
-
-#define REFUSED(wanted, words, call)             \
-    do {                                         \
-        (void)fail(MF_OK, "marker");             \
-        judge((call), (wanted), (words), #call); \
-    } while (0)
-#define ACCEPTED(call) check((call) == MF_OK, "%s is refused", #call)
+#include "api_test.h"
 
 // ---- NULL ------------------------------------------------------------------------------------
 
@@ -97,28 +83,6 @@ static void test_null_objects(mf_gguf *file, mf_model *model, mf_engine *engine)
     check(e && mf_engine_n_ctx(e) == two_groups.n_ctx, "defaults: n_ctx %u", mf_engine_n_ctx(e));
     mf_engine_free(e);
     mf_model_free(m);
-}
-
-static void test_null_kv(mf_engine *e) {
-    uint32_t n = 7;
-    size_t spans = 7;
-    mf_kv_group group = {.size = sizeof group};
-    REFUSED(MF_ARG, "rows is NULL", mf_kv_len(NULL, e, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_len(&n, NULL, 0));
-    REFUSED(MF_ARG, "pos is NULL", mf_kv_next_pos(NULL, e, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_next_pos(&n, NULL, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_trim(NULL, 0, 0));
-    REFUSED(MF_ARG, "n is NULL", mf_kv_max_trim(NULL, e, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_max_trim(&n, NULL, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_free(NULL, 0));
-    REFUSED(MF_ARG, "out is NULL", mf_kv_get_group(NULL, e, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_get_group(&group, NULL, 0));
-    REFUSED(MF_ARG, "group is NULL", mf_kv_layer_group(NULL, e, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_layer_group(&n, NULL, 0));
-    REFUSED(MF_ARG, "n is NULL", mf_kv_spans(NULL, NULL, 0, e, 0, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_spans(&spans, NULL, 0, NULL, 0, 0));
-    REFUSED(MF_ARG, "engine is NULL", mf_kv_check(NULL));
-    check(n == 7 && spans == 7, "a refusal wrote: %u %zu", n, spans);
 }
 
 static void test_null_sampling(void) {
@@ -296,7 +260,7 @@ static void test_environment(mf_model *model) {
     unsetenv("MINFER_CACHE_TYPE");
 }
 
-// ---- forward and the cache ---------------------------------------------------------------------
+// ---- forward --------------------------------------------------------------------------------
 
 enum { N_SEQ = 2, CTX = 48, MAX_ROWS = 8, VOCAB = 40 };
 
@@ -367,45 +331,6 @@ static void test_forward_arguments(mf_engine *e) {
     ACCEPTED(mf_kv_free(e, 0));
 }
 
-static void test_kv_arguments(mf_engine *e) {
-    const int32_t tokens[] = {1, 2, 3, 4, 5, 6, 7};
-    const mf_chunk c = {.seq = 1, .logits = MF_LOGITS_NONE, .tokens = tokens, .n_tokens = 7};
-    static const int32_t wrong_seq[] = {-1, N_SEQ, INT32_MIN, INT32_MAX};
-    uint32_t n = 7;
-    size_t count = 7;
-    ACCEPTED(mf_engine_forward(NULL, 0, e, &c, 1));
-    for (size_t i = 0; i < sizeof wrong_seq / sizeof *wrong_seq; i++) {
-        const int32_t seq = wrong_seq[i];
-        REFUSED(MF_ARG, "0 to 1", mf_kv_len(&n, e, seq));
-        REFUSED(MF_ARG, "0 to 1", mf_kv_next_pos(&n, e, seq));
-        REFUSED(MF_ARG, "0 to 1", mf_kv_trim(e, seq, 0));
-        REFUSED(MF_ARG, "0 to 1", mf_kv_max_trim(&n, e, seq));
-        REFUSED(MF_ARG, "0 to 1", mf_kv_free(e, seq));
-        REFUSED(MF_ARG, "0 to 1", mf_kv_spans(&count, NULL, 0, e, seq, 0));
-    }
-    mf_kv_group group = {.size = sizeof group};
-    REFUSED(MF_ARG, "group 2", mf_kv_get_group(&group, e, 2));
-    REFUSED(MF_ARG, "group 4294967295", mf_kv_get_group(&group, e, UINT32_MAX));
-    REFUSED(MF_ARG, "layer 3", mf_kv_layer_group(&n, e, 3));
-    REFUSED(MF_ARG, "group 2", mf_kv_spans(&count, NULL, 0, e, 1, 2));
-    check(n == 7 && count == 7, "a refusal wrote: %u %zu", n, count);
-    REFUSED(MF_ARG, "has 7", mf_kv_trim(e, 1, 8));
-    REFUSED(MF_ARG, "has 7", mf_kv_trim(e, 1, UINT32_MAX));
-    REFUSED(MF_ARG, "has 0", mf_kv_trim(e, 0, 1));
-    ACCEPTED(mf_kv_spans(&count, NULL, 0, e, 1, 0));
-    mf_kv_span span[4] = {{-1, -1, -1}};
-    check(count == 1, "%zu spans", count);
-    REFUSED(MF_ARG, "capacity is 0", mf_kv_spans(&count, span, 0, e, 1, 0));
-    check(span[0].pos == -1, "a refusal wrote a span");
-    ACCEPTED(mf_kv_spans(&count, span, 4, e, 1, 0));
-    check(span[0].pos == 0 && span[0].len == 7, "span %d +%d", span[0].pos, span[0].len);
-    check(!mf_kv_len(&n, e, 1) && n == 7, "%u rows after refusals", n);
-    ACCEPTED(mf_kv_trim(e, 1, 0));
-    ACCEPTED(mf_kv_trim(e, 1, 7));
-    ACCEPTED(mf_kv_trim(e, 1, 0));
-    ACCEPTED(mf_kv_check(e));
-}
-
 // ---- life ------------------------------------------------------------------------------------
 
 // Objects may be freed in any order, and an engine works when it is the last one.
@@ -453,7 +378,6 @@ int main(void) {
     test_null_gguf(file);
     test_null_values(file);
     test_null_objects(file, model, engine);
-    test_null_kv(engine);
     test_null_sampling();
     test_option_sizes(file, model);
     test_out_size(get_info, model, sizeof(mf_model_info));
@@ -463,7 +387,6 @@ int main(void) {
     test_names(file, model);
     test_environment(model);
     test_forward_arguments(engine);
-    test_kv_arguments(engine);
     test_free_orders(&b);
     mf_engine_free(engine);
     mf_model_free(model);

@@ -184,7 +184,13 @@ def test_info():
     for fact in ("gemma3", "Q4_K", "sliding-512/f32/kv1x256", "full/f32/kv1x256", "memory"):
         assert fact in out
     report = json.loads(minfer("info", "demo", "--json")[0])
-    assert report["layers"] == 18 and sum(g["n_layers"] for g in report["groups"]) == 18
+    assert report["layers"] == 18
+    by_group = [(g["group"], g["kind"], g["n_layers"]) for g in report["groups"]]
+    assert by_group == [(0, "sliding-512/f32/kv1x256", 15), (1, "full/f32/kv1x256", 3)]
+    for group in report["groups"]:  # K and V of one head of 256 floats
+        assert group["bytes_per_token"] == group["n_layers"] * 2 * 256 * 4
+        assert f"{group['n_cells']:,}" in out and f"{group['bytes_per_token']:,}" in out
+    assert report["kinds"] == [by_group[i % 6 == 5][1] for i in range(18)]
     assert report["memory"]["needed"] > 200e6 and report["chat_template"] is False
 
 

@@ -37,7 +37,7 @@ def _report(engine: minfer.Engine) -> dict[str, Any]:
     for tensor in tensors:
         counts[tensor.type] += 1
         sizes[tensor.type] += tensor.bytes
-    stats, groups = engine.stats(), engine.kv.stats()
+    stats = engine.stats()
     needed = stats.weight_bytes + stats.kv_bytes + stats.compute_bytes
     return {
         "model": engine.metadata.path,
@@ -51,7 +51,8 @@ def _report(engine: minfer.Engine) -> dict[str, Any]:
         "chat_template": engine.chat_template is not None,
         "tensors": [{"type": t, "count": counts[t], "bytes": sizes[t]} for t in sorted(counts)],
         "kv_format": engine.kv_format,
-        "groups": [group._asdict() for group in groups],
+        "groups": [_group(i, group) for i, group in enumerate(engine.kv.stats())],
+        "kinds": engine.kv.kinds(),
         "n_ctx": engine.n_ctx,
         "memory": {
             "weights": stats.weight_bytes,
@@ -62,6 +63,16 @@ def _report(engine: minfer.Engine) -> dict[str, Any]:
         },
         "isa": engine.isa,
         "threads": engine.n_threads,
+    }
+
+
+def _group(i: int, group: minfer.KvGroup) -> dict[str, Any]:
+    return {
+        "group": i,
+        "kind": group.kind,
+        "n_layers": group.n_layers,
+        "n_cells": group.n_cells,
+        "bytes_per_token": group.bytes_per_token,
     }
 
 
@@ -86,10 +97,11 @@ def _show(report: dict[str, Any]) -> None:
         tensors.add_row(str(row["count"]), row["type"], render.size(row["bytes"]))
     console.print(tensors)
 
-    groups = Table("cache group", "layers", "cells", "bytes per token", box=None)
+    groups = Table("group", "kind", "layers", "cells", "bytes per token", box=None)
     for row in report["groups"]:
-        cells, cost = f"{row['n_cells']:,}", f"{row['bytes_per_token']:,}"
-        groups.add_row(row["kind"], str(row["n_layers"]), cells, cost)
+        layers, cells = str(row["n_layers"]), f"{row['n_cells']:,}"
+        cost = f"{row['bytes_per_token']:,}"
+        groups.add_row(str(row["group"]), row["kind"], layers, cells, cost)
     console.print(groups)
 
     parts = ", ".join(

@@ -1,9 +1,11 @@
-// The CPU device: runs a planned graph on a thread pool. Owns the KV regions, the compute buffer
-// and the pool of one engine.
+// The CPU device: runs a planned graph on a thread pool. Owns the compute buffer and the pool of
+// one engine, and its KV regions through kv_region.h.
 //
 // A step of row-wise nodes is cut into ranges of rows, and a thread runs all nodes of the step on
 // its range; a matrix product is cut into ranges of output rows; attention as attn.h says. No cut
 // divides a sum, so none changes a bit.
+#include "backend_cpu.h"
+
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -14,6 +16,7 @@
 #include "attn.h"
 #include "cpu_weight.h"
 #include "kernels.h"
+#include "kv_region.h"
 
 enum {
     TASKS_PER_THREAD = 8,  // of a large step: what a thread that falls behind leaves to the others
@@ -21,16 +24,16 @@ enum {
 };
 
 struct backend {
-    backend_config c;
+    backend_config c;  // points at copies, which are this object's
     const cpu_kernels *k;
     pool *threads;
-    uint32_t *layer_group, *layer_window;
-    double *freq;                  // [ROPE_KINDS][n_rot/2]
-    float **k_region, **v_region;  // [n_layer], each [cells of its group][n_head_kv * head_dim]
-    size_t region_bytes[KV_MAX_GROUPS], kv_bytes;
+    uint32_t *layer_group, *layer_window, *layer_rope;
+    double *freq;  // [ROPE_KINDS][n_rot/2]
+    kv_regions kv;
     uint8_t *buffer;
     size_t buffer_bytes;
-    attn_seq *attn_seqs;  // [n_batch]
+    attn_seq *attn_seqs;     // [n_batch]
+    mf_kv_span *attn_spans;  // [n_batch] of windows that come without spans: at most one per query
     void *attn_scratch;
     size_t attn_scratch_bytes;
 };
@@ -48,7 +51,6 @@ typedef struct pass {
 } pass;
 
 static const cpu_weight *cpu(const weight *w) { return (const cpu_weight *)w; }
-static uint32_t kv_width(const backend *b) { return b->c.n_head_kv * b->c.head_dim; }
 
 static float *row_of(const pass *s, int32_t v, uint32_t row) {
     const graph_value *value = &s->g->values[v];
@@ -73,7 +75,7 @@ static act_q8 q8_of(const pass *s, int32_t v) {
 static void rope_table(const pass *s, const graph_node *n, uint32_t row) {
     const backend *b = s->b;
     const uint32_t half = b->c.n_rot / 2;
-    const double *freq = b->freq + n->kind * half;
+    const double *freq = b->c.rope[n->kind].freq;
     const double magnitude = b->c.rope[n->kind].magnitude;
     float *out = row_of(s, n->out[0], row);
     for (uint32_t i = 0; i < half; i++) {
@@ -86,10 +88,9 @@ static void rope_table(const pass *s, const graph_node *n, uint32_t row) {
 
 static void kv_store(const pass *s, const graph_node *n, uint32_t row) {
     const backend *b = s->b;
-    const size_t width = kv_width(b);
-    const size_t cell = (size_t)s->in->groups[b->layer_group[n->layer]].cells[row];
-    memcpy(b->k_region[n->layer] + cell * width, row_of(s, n->in[0], row), width * sizeof(float));
-    memcpy(b->v_region[n->layer] + cell * width, row_of(s, n->in[1], row), width * sizeof(float));
+    const int32_t cell = s->in->groups[b->c.layer_group[n->layer]].cells[row];
+    kv_regions_store(&b->kv, (uint32_t)n->layer, (uint32_t)cell, row_of(s, n->in[0], row),
+                     row_of(s, n->in[1], row));
 }
 
 static void norm(const pass *s, const graph_node *n, uint32_t row) {
@@ -212,39 +213,81 @@ static void run_matmul(pass *s) {
              (s->n_panels + s->panels_per_task - 1) / s->panels_per_task);
 }
 
-static void run_attn(pass *s) {
+// The cells of a run in order: position p is in cell p.
+static uint32_t causal_spans(mf_kv_span *out, const batch_run *r, uint32_t window) {
+    const uint32_t lo = r->pos0 >= window ? r->pos0 - window + 1 : 0;
+    *out = (mf_kv_span){(int32_t)lo, (int32_t)lo, (int32_t)(r->pos0 + r->n_tokens - lo)};
+    return 1;
+}
+
+// The union of the ranges of a run's queries. Neighbours see the same rows but for the ends, so
+// that most become one span; a query whose range does not continue the one before, in positions and
+// in cells alike, begins a new one.
+static uint32_t range_spans(mf_kv_span *out, const batch_run *r, const kv_range *ranges) {
+    uint32_t n = 0;
+    for (uint32_t i = 0; i < r->n_tokens; i++) {
+        const kv_range range = ranges[r->first_token + i];
+        const int32_t q = (int32_t)(r->pos0 + i), len = (int32_t)(range.hi - range.lo);
+        const int32_t pos = q + 1 - len, cell = (int32_t)range.lo;
+        mf_kv_span *last = n ? &out[n - 1] : NULL;
+        if (last && cell - pos == last->cell - last->pos && pos <= last->pos + last->len)
+            last->len = q + 1 - last->pos;
+        else
+            out[n++] = (mf_kv_span){pos, cell, len};
+    }
+    return n;
+}
+
+// Where the rows of each run lie, whatever the mode: one walk over positions serves all three, so
+// they give the same bits.
+static void fill_attn_seqs(const backend *b, const batch *in, const kv_window *w, uint32_t window) {
+    mf_kv_span *more = b->attn_spans;
+    for (uint32_t i = 0; i < in->n_runs; i++) {
+        const batch_run *r = &in->runs[i];
+        attn_seq *seq = &b->attn_seqs[i];
+        *seq = (attn_seq){
+            .first_token = r->first_token, .n_tokens = r->n_tokens, .pos0 = r->pos0, .spans = more};
+        if (w->mode == KV_WINDOW_RUNS) {
+            seq->spans = w->spans[i];
+            seq->n_spans = w->n_spans[i];
+            continue;
+        }
+        seq->n_spans = w->mode == KV_WINDOW_CAUSAL ? causal_spans(more, r, window)
+                                                   : range_spans(more, r, w->ranges);
+        more += seq->n_spans;
+    }
+}
+
+static int run_attn(pass *s) {
     backend *b = s->b;
     const graph_node *n = s->node;
-    const batch_group *group = &s->in->groups[b->layer_group[n->layer]];
-    attn_seq *seqs = b->attn_seqs;
-    for (uint32_t i = 0; i < s->in->n_runs; i++) {
-        const batch_run *r = &s->in->runs[i];
-        seqs[i] = (attn_seq){.first_token = r->first_token,
-                             .n_tokens = r->n_tokens,
-                             .pos0 = r->pos0,
-                             .spans = group->spans[i],
-                             .n_spans = group->n_spans[i]};
-    }
+    const uint32_t group = b->c.layer_group[n->layer], window = b->c.layer_window[n->layer];
+    const kv_window *given = &s->in->groups[group].window;
+    if (given->mode != n->kind)
+        return fail(MF_INTERNAL, "group %u: the graph reads in window mode %u, the batch has %d",
+                    group, n->kind, (int)given->mode);
+    fill_attn_seqs(b, s->in, given, window);
     const uint32_t width = b->c.n_head * b->c.head_dim;
     const attn_batch job = {
-        .seqs = seqs,
+        .seqs = b->attn_seqs,
         .n_seqs = s->in->n_runs,
         .q = row_of(s, n->in[0], 0),
         .q_stride = width,
         .out = row_of(s, n->out[0], 0),
         .out_stride = width,
-        .k_region = b->k_region[n->layer],
-        .v_region = b->v_region[n->layer],
+        .k_region = (const float *)(const void *)b->kv.k[n->layer],
+        .v_region = (const float *)(const void *)b->kv.v[n->layer],
         .n_head = b->c.n_head,
         .n_head_kv = b->c.n_head_kv,
         .head_dim = b->c.head_dim,
-        .window = b->layer_window[n->layer],
+        .window = window,
         .scale = b->c.attn_scale,
         .softcap = b->c.attn_softcap,
         .scratch = b->attn_scratch,
         .scratch_bytes = b->attn_scratch_bytes,
     };
     attn_run(b->k, b->threads, &job);
+    return MF_OK;
 }
 
 static int cpu_compute(backend *b, const graph *g, const batch *in, float *logits,
@@ -261,7 +304,7 @@ static int cpu_compute(backend *b, const graph *g, const batch *in, float *logit
                 run_matmul(&s);
                 break;
             case OP_ATTN:
-                run_attn(&s);
+                TRY(run_attn(&s));
                 break;
             default:
                 run_rows(&s);
@@ -282,18 +325,15 @@ static int cpu_reserve(backend *b, size_t bytes) {
 
 static void cpu_backend_free(backend *b) {
     if (!b) return;
-    for (uint32_t i = 0; i < b->c.n_layer; i++) {
-        if (b->k_region) mem_pages_free(b->k_region[i], b->region_bytes[b->layer_group[i]]);
-        if (b->v_region) mem_pages_free(b->v_region[i], b->region_bytes[b->layer_group[i]]);
-    }
+    kv_regions_free(&b->kv);
     pool_free(b->threads);
     mem_pages_free(b->buffer, b->buffer_bytes);
     mem_pages_free(b->attn_scratch, b->attn_scratch_bytes);
     mem_free(b->attn_seqs);
-    mem_free(b->k_region);
-    mem_free(b->v_region);
+    mem_free(b->attn_spans);
     mem_free(b->layer_group);
     mem_free(b->layer_window);
+    mem_free(b->layer_rope);
     mem_free(b->freq);
     mem_free(b);
 }
@@ -333,31 +373,18 @@ static int copy_config(backend *b, const backend_config *c) {
     b->c = *c;
     b->layer_group = mem_alloc(c->n_layer, sizeof *b->layer_group);
     b->layer_window = mem_alloc(c->n_layer, sizeof *b->layer_window);
+    b->layer_rope = mem_alloc(c->n_layer, sizeof *b->layer_rope);
     b->freq = mem_alloc((size_t)half * ROPE_KINDS, sizeof *b->freq);
-    if (!b->layer_group || !b->layer_window || !b->freq) return MF_NOMEM;
+    if (!b->layer_group || !b->layer_window || !b->layer_rope || !b->freq) return MF_NOMEM;
     memcpy(b->layer_group, c->layer_group, c->n_layer * sizeof *b->layer_group);
     memcpy(b->layer_window, c->layer_window, c->n_layer * sizeof *b->layer_window);
-    for (uint32_t k = 0; k < ROPE_KINDS; k++)
+    memcpy(b->layer_rope, c->layer_rope, c->n_layer * sizeof *b->layer_rope);
+    b->c.layer_group = b->layer_group;
+    b->c.layer_window = b->layer_window;
+    b->c.layer_rope = b->layer_rope;
+    for (uint32_t k = 0; k < ROPE_KINDS; k++) {
         memcpy(b->freq + k * half, c->rope[k].freq, half * sizeof *b->freq);
-    return MF_OK;
-}
-
-static int alloc_regions(backend *b, const backend_config *c) {
-    b->k_region = mem_alloc(c->n_layer, sizeof *b->k_region);
-    b->v_region = mem_alloc(c->n_layer, sizeof *b->v_region);
-    if (!b->k_region || !b->v_region) return MF_NOMEM;
-    for (uint32_t g = 0; g < c->n_groups; g++)
-        if (!size_mul(&b->region_bytes[g], c->group_cells[g],
-                      kv_format_row_bytes(c->kv_format, kv_width(b))))
-            return fail(MF_LIMIT,
-                        "a KV region of %u cells does not fit in memory; use a smaller n_ctx",
-                        c->group_cells[g]);
-    for (uint32_t i = 0; i < c->n_layer; i++) {
-        const size_t bytes = b->region_bytes[b->layer_group[i]];
-        b->k_region[i] = mem_pages(bytes);
-        b->v_region[i] = mem_pages(bytes);
-        if (!b->k_region[i] || !b->v_region[i]) return MF_NOMEM;
-        b->kv_bytes += 2 * bytes;
+        b->c.rope[k].freq = b->freq + k * half;
     }
     return MF_OK;
 }
@@ -372,7 +399,8 @@ static int alloc_attn(backend *b, const backend_config *c) {
     b->attn_scratch_bytes = attn_scratch_bytes(&limits);
     b->attn_scratch = mem_pages(b->attn_scratch_bytes);
     b->attn_seqs = mem_alloc(c->n_batch, sizeof *b->attn_seqs);
-    return b->attn_scratch && b->attn_seqs ? MF_OK : MF_NOMEM;
+    b->attn_spans = mem_alloc(c->n_batch, sizeof *b->attn_spans);
+    return b->attn_scratch && b->attn_seqs && b->attn_spans ? MF_OK : MF_NOMEM;
 }
 
 static int cpu_backend_new(backend **out, const backend_config *c) {
@@ -382,7 +410,9 @@ static int cpu_backend_new(backend **out, const backend_config *c) {
     TRY_GOTO(failed, find_kernels(&b->k, c->isa));
     TRY_GOTO(failed, copy_config(b, c));
     TRY_GOTO(failed, pool_new(&b->threads, c->n_threads ? c->n_threads : pool_default_threads()));
-    TRY_GOTO(failed, alloc_regions(b, c));
+    TRY_GOTO(failed, kv_regions_new(&b->kv, &b->c));
+    b->c.group_cells = NULL;  // this and isa stay the caller's, and have been read
+    b->c.isa = NULL;
     TRY_GOTO(failed, alloc_attn(b, c));
     *out = b;
     return MF_OK;
@@ -394,9 +424,19 @@ failed:
 static void cpu_stats(const backend *b, backend_stats *out) {
     *out = (backend_stats){.isa = b->k->name,
                            .n_threads = pool_threads(b->threads),
-                           .kv_bytes = b->kv_bytes,
+                           .kv_bytes = b->kv.bytes,
                            .compute_bytes = b->buffer_bytes + b->attn_scratch_bytes};
 }
+
+static void cpu_copy_cells(backend *b, const mf_kv_move *moves, uint32_t n) {
+    kv_regions_copy(&b->kv, b->threads, moves, n);
+}
+
+static void cpu_rope_cells(backend *b, const kv_cell_run *runs, uint32_t n, int32_t delta) {
+    kv_regions_rope(&b->kv, b->k, b->threads, runs, n, delta);
+}
+
+const kv_regions *cpu_regions(const backend *b) { return &b->kv; }
 
 const device device_cpu = {
     .name = "cpu",
@@ -404,6 +444,8 @@ const device device_cpu = {
     .head_dim_step = 16,
     .head_dim_max = HEAD_DIM_MAX,
     .kv_formats = 1 << KV_FORMAT_F32,
+    .rope_formats = 1 << KV_FORMAT_F32,
+    .window_modes = KV_WINDOW_ALL,
     .isas = cpu_isas,
     .matrix_load = cpu_matrix_load,
     .vector_load = cpu_vector_load,
@@ -412,5 +454,7 @@ const device device_cpu = {
     .backend_free = cpu_backend_free,
     .reserve = cpu_reserve,
     .compute = cpu_compute,
+    .copy_cells = cpu_copy_cells,
+    .rope_cells = cpu_rope_cells,
     .get_stats = cpu_stats,
 };

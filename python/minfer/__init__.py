@@ -16,9 +16,16 @@ from minfer.errors import (
     FileError,
     FormatError,
     InternalError,
+    KvCollidesError,
+    KvCycleError,
     KvFullError,
+    KvGapsError,
     KvGoneError,
+    KvNotEmptyError,
+    KvOverlapError,
     KvRangeError,
+    KvSharedError,
+    KvSpansError,
     LimitError,
     MissingFileError,
     NoMemoryError,
@@ -27,7 +34,7 @@ from minfer.errors import (
 )
 from minfer.formats import KvFormat, resolve_format
 from minfer.gguf import GgufFile
-from minfer.kv import Kv, KvGroup, Span
+from minfer.kv import Kv, KvGroup, Move, Span, order_moves
 from minfer.sampling import Sampling
 
 __all__ = [
@@ -44,13 +51,21 @@ __all__ = [
     "GgufFile",
     "InternalError",
     "Kv",
+    "KvCollidesError",
+    "KvCycleError",
     "KvFormat",
     "KvFullError",
+    "KvGapsError",
     "KvGoneError",
     "KvGroup",
+    "KvNotEmptyError",
+    "KvOverlapError",
     "KvRangeError",
+    "KvSharedError",
+    "KvSpansError",
     "LimitError",
     "MissingFileError",
+    "Move",
     "NoMemoryError",
     "NotFoundError",
     "Sampling",
@@ -60,5 +75,6 @@ __all__ = [
     "__version__",
     "isas",
     "load",
+    "order_moves",
     "resolve_format",
 ]

@@ -12,7 +12,7 @@ from minfer import errors
 from minfer._native import ffi, lib
 
 VERSION = "0.1.0"
-INT32_MAX = 2**31 - 1
+INT32_MIN, INT32_MAX = -(2**31), 2**31 - 1
 UINT32_MAX = 2**32 - 1
 
 if ffi.string(lib.mf_version()).decode() != VERSION:
@@ -34,6 +34,13 @@ _CLASSES = {
     lib.MF_KV_GONE: errors.KvGoneError,
     lib.MF_KV_RANGE: errors.KvRangeError,
     lib.MF_INTERNAL: errors.InternalError,
+    lib.MF_KV_COLLIDES: errors.KvCollidesError,
+    lib.MF_KV_GAPS: errors.KvGapsError,
+    lib.MF_KV_NOT_EMPTY: errors.KvNotEmptyError,
+    lib.MF_KV_SPANS: errors.KvSpansError,
+    lib.MF_KV_OVERLAP: errors.KvOverlapError,
+    lib.MF_KV_CYCLE: errors.KvCycleError,
+    lib.MF_KV_SHARED: errors.KvSharedError,
 }
 
 
@@ -46,6 +53,11 @@ def check(status: int) -> None:
 def text(chars) -> str:
     """A C string; bytes that are not UTF-8 survive as lone surrogates."""
     return ffi.string(chars).decode("utf-8", "surrogateescape")
+
+
+def brief(value) -> str:
+    """A value for a message: its repr on one line, at most 60 characters."""
+    return " ".join(repr(value).split())[:60]
 
 
 def options(struct: str, **fields):
@@ -65,7 +77,7 @@ def integer(name: str, value, low: int, high: int) -> int:
             raise TypeError
         number = operator.index(value)
     except TypeError:
-        raise errors.ArgumentTypeError(f"{name} must be an integer, not {value!r:.60}") from None
+        raise errors.ArgumentTypeError(f"{name} must be an integer, not {brief(value)}") from None
     if not low <= number <= high:
         raise errors.ArgumentError(f"{name} is {number}; it must be in [{low}, {high}]")
     return number
@@ -78,13 +90,12 @@ def real(name: str, value) -> float:
             raise TypeError
         return float(value)
     except (TypeError, OverflowError):
-        message = f"{name} must be a number that a float can hold, not {value!r:.60}"
+        message = f"{name} must be a number that a float can hold, not {brief(value)}"
         raise errors.ArgumentTypeError(message) from None
 
 
-def token_array(name: str, tokens) -> np.ndarray:
-    """A copy of token ids as int32 [n]: nobody can change it while C reads. Whether the model has
-    them is judged there."""
+def token_types(name: str, tokens) -> None:
+    """Refuses what is not a list, tuple, range or one-dimensional array of integers."""
     if isinstance(tokens, np.ndarray):
         if tokens.dtype.kind not in "iu":
             raise errors.ArgumentTypeError(
@@ -94,20 +105,28 @@ def token_array(name: str, tokens) -> np.ndarray:
             raise errors.ArgumentError(
                 f"{name} must be one-dimensional, not of shape {tokens.shape}"
             )
-        low, high = (int(tokens.min()), int(tokens.max())) if tokens.size else (0, 0)
     elif isinstance(tokens, (list, tuple, range)):
         for kind in set(map(type, tokens)):
             if not issubclass(kind, (int, np.integer)) or kind is bool:
                 raise errors.ArgumentTypeError(f"{name} must be integers, not {kind.__name__}")
-        low, high = (int(min(tokens)), int(max(tokens))) if tokens else (0, 0)
     else:
         kind = type(tokens).__name__
         raise errors.ArgumentTypeError(
             f"{name} must be a list, tuple or array of integers, not {kind}"
         )
-    if low < 0 or high > INT32_MAX:
-        bad = low if low < 0 else high
-        raise errors.ArgumentError(f"{name}: token {bad} is outside [0, n_vocab)")
+
+
+def token_array(name: str, tokens) -> np.ndarray:
+    """A copy of token ids as int32 [n]: nobody can change it while C reads. Whether the model has
+    them is judged there."""
+    token_types(name, tokens)
+    if len(tokens):
+        is_array = isinstance(tokens, np.ndarray)
+        low = int(tokens.min() if is_array else min(tokens))
+        high = int(tokens.max() if is_array else max(tokens))
+        if low < 0 or high > INT32_MAX:
+            bad = low if low < 0 else high
+            raise errors.ArgumentError(f"{name}: token {bad} is outside [0, n_vocab)")
     return np.array(tokens, np.int32)
 
 
@@ -116,11 +135,11 @@ def c_string(name: str, value):
     if value is None:
         return None
     if not isinstance(value, str):
-        raise errors.ArgumentTypeError(f"{name} must be a str, not {value!r:.60}")
+        raise errors.ArgumentTypeError(f"{name} must be a str, not {brief(value)}")
     if not value:
         raise errors.ArgumentError(f"{name} is empty; leave it out for the default")
     if "\0" in value:
-        raise errors.ArgumentError(f"{name} contains a NUL character: {value!r:.60}")
+        raise errors.ArgumentError(f"{name} contains a NUL character: {brief(value)}")
     return ffi.new("char[]", value.encode("utf-8", "surrogateescape"))
 
 
@@ -129,10 +148,10 @@ def c_path(path) -> bytes:
     try:
         encoded = os.fsencode(path)
     except TypeError:
-        message = f"a path must be a str, bytes or os.PathLike, not {path!r:.60}"
+        message = f"a path must be a str, bytes or os.PathLike, not {brief(path)}"
         raise errors.ArgumentTypeError(message) from None
     except UnicodeEncodeError:
-        raise errors.ArgumentError(f"not a path this system can name: {path!r:.60}") from None
+        raise errors.ArgumentError(f"not a path this system can name: {brief(path)}") from None
     if b"\0" in encoded:
-        raise errors.ArgumentError(f"a path cannot contain a NUL byte: {path!r:.60}")
+        raise errors.ArgumentError(f"a path cannot contain a NUL byte: {brief(path)}")
     return encoded

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minfer import demo
+from minfer import demo, padded
 from minfer._ffi import (
     INT32_MAX,
     UINT32_MAX,
@@ -59,6 +59,7 @@ class Stats(NamedTuple):
     weight_bytes: int
     kv_bytes: int
     compute_bytes: int
+    kv_seconds: float  # finding cells and windows for batches: a part of the seconds above
 
 
 def isas() -> list[str]:
@@ -210,25 +211,37 @@ class Engine:
                 raise ArgumentTypeError(f"chunks must be minfer.Chunk, not {chunk!r:.60}")
         arrays = [token_array("tokens", chunk.tokens) for chunk in chunks]
         wanted = [_n_logits(chunk.logits, len(array)) for chunk, array in zip(chunks, arrays)]
-        table = ffi.new("mf_chunk[]", len(arrays))
-        for row, chunk, array in zip(table, chunks, arrays):
-            row.seq = integer("seq", chunk.seq, 0, INT32_MAX)
-            row.logits = _LOGITS[chunk.logits]
-            row.tokens = ffi.from_buffer("int32_t[]", array)
-            row.n_tokens = array.size
         out = np.empty((sum(wanted), self.n_vocab), np.float32)
-        floats = ffi.from_buffer("float[]", out, require_writable=True)
-
-        def compute() -> None:
-            check(lib.mf_engine_forward(floats, out.size, handle, table, len(arrays)))
-
-        if sum(map(len, arrays)) > len(arrays):
-            _interruptibly(compute, handle)
-        else:
-            compute()  # one token per sequence: over before anyone can press a key
+        seqs = (integer("seq", chunk.seq, 0, INT32_MAX) for chunk in chunks)
+        modes = (_LOGITS[chunk.logits] for chunk in chunks)
+        _forward(handle, list(zip(seqs, modes, arrays)), out)
         if len(chunks) == 1:
             return [out]
         return np.split(out, np.cumsum(wanted)[:-1])
+
+    def forward_padded(self, ids, left_padding=None, right_padding=None, seqs=None) -> np.ndarray:
+        """Appends the rows of ids, integers [B, L], to different sequences in one call. Returns
+        float32 [B, L, n_vocab]: the logits of every token, the same to the last bit as if its row
+        were alone and unpadded. Those at pads mean nothing; they are zeros.
+
+        left_padding, right_padding: how many ids at the ends of each row are pads, integers [B]
+        (None: none). seqs: the sequence of each row, integers [B] (None: 0..B-1), each at its own
+        position. Ids at pads are not looked at. A pad takes no cell and no time, and a row of pads
+        only leaves its sequence as it is.
+
+        ArgumentError names the row: padding negative or more than L, a token the model does not
+        have, one sequence in two rows. Otherwise as forward_batch.
+        """
+        handle = self.handle
+        n_rows, length, rows = padded.rows_of(
+            ids, left_padding, right_padding, seqs, self.n_seq, self.n_vocab
+        )
+        out = np.empty((n_rows, length, self.n_vocab), np.float32)
+        if rows:
+            tight = out.reshape(-1, self.n_vocab)[: sum(row.tokens.size for row in rows)]
+            _forward(handle, [(row.seq, lib.MF_LOGITS_ALL, row.tokens) for row in rows], tight)
+        padded.spread(out, rows)
+        return out
 
     def cancel(self) -> None:
         """Makes a forward that runs in another thread raise CancelledError soon."""
@@ -363,6 +376,26 @@ def _stop_strings(stop) -> list[str]:
 
 
 _LOGITS = {"none": lib.MF_LOGITS_NONE, "last": lib.MF_LOGITS_LAST, "all": lib.MF_LOGITS_ALL}
+
+
+def _forward(handle, parts: list[tuple[int, int, np.ndarray]], out: np.ndarray) -> None:
+    """Appends (sequence, mf_logits, tokens) of each part; `out` gets the logits."""
+    table, n_tokens = ffi.new("mf_chunk[]", len(parts)), 0
+    for chunk, (seq, logits, tokens) in zip(table, parts):
+        chunk.seq = seq
+        chunk.logits = logits
+        chunk.tokens = ffi.from_buffer("int32_t[]", tokens)
+        chunk.n_tokens = tokens.size
+        n_tokens += tokens.size
+    floats = ffi.from_buffer("float[]", out, require_writable=True)
+
+    def compute() -> None:
+        check(lib.mf_engine_forward(floats, out.size, handle, table, len(parts)))
+
+    if n_tokens > len(parts):
+        _interruptibly(compute, handle)
+    else:
+        compute()  # one token per sequence: over before anyone can press a key
 
 
 def _n_logits(logits: str, n_tokens: int) -> int:

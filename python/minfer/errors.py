@@ -62,7 +62,35 @@ class KvGoneError(Error, LookupError):
 
 
 class KvRangeError(Error, ValueError):
-    """A position outside [0, 2**24)."""
+    """A position outside [0, 2**24), or beyond those the engine's rope factors are for."""
+
+
+class KvCollidesError(Error, ValueError):
+    """A shift would put a row at or below the position of the row before it."""
+
+
+class KvGapsError(Error, ValueError):
+    """More gaps between a sequence's positions than a read can carry."""
+
+
+class KvNotEmptyError(Error, ValueError):
+    """A share into a sequence that has rows."""
+
+
+class KvSpansError(Error, ValueError):
+    """A sequence lies in more pieces than the read mode can carry."""
+
+
+class KvOverlapError(Error, ValueError):
+    """Two moves read or write the same row."""
+
+
+class KvCycleError(Error, ValueError):
+    """Moves in a circle: no order of them is right."""
+
+
+class KvSharedError(Error, RuntimeError):
+    """A store into a row that other sequences read: please report it."""
 
 
 class InternalError(Error, RuntimeError):
