@@ -422,9 +422,8 @@ static int check_seq(const kv_cache *kv, uint32_t s) {
     if (seq->n_runs > kv->max_gaps + 1) return broken("more gaps than a read can carry", 0, s);
     for (uint32_t g = 0; g < kv->n_groups; g++) {
         const kv_part *const part = &seq->parts[g];
-        const bool full = kv->groups[g].spec.kind == KV_FULL;
-        if (full && part->base) return broken("lost rows of a full group", g, s);
-        if (!full && part->n_reserved) return broken("cells reserved in a window", g, s);
+        if (kv->groups[g].spec.kind == KV_SLIDING && part->n_reserved)
+            return broken("cells reserved in a window", g, s);
         if (kv_seq_first_needed(seq, seq->len, kv->groups[g].window) < part->base)
             return broken("a lost row that the next query needs", g, s);
         for (uint32_t i = part->held_first; i < part->n_held; i++) {

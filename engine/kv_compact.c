@@ -121,7 +121,7 @@ static void slide(kv_cache *kv, uint32_t g) {
 
 // ---- regroup --------------------------------------------------------------------------------
 
-enum { NONE = UINT32_MAX };  // no piece
+#define NONE UINT32_MAX  // no piece
 
 // Cells that every sequence reads as a whole or not at all: a vertex of the forest, which has its
 // parent's rows right before its own.

@@ -2,6 +2,8 @@
 // reservations. Refuses what would not fit even without any stale row, before it evicts one.
 //
 // Invariant: a needed row is never let go; group->needed is all zero between calls.
+#include <assert.h>
+
 #include "error.h"
 #include "kv_store.h"
 
@@ -103,6 +105,7 @@ void kv_evict(kv_cache *kv, uint32_t g) {
             victim = s;
         }
     }
+    assert(most);  // else the caller's check was wrong, and it would never end
     kv_forget(kv, g, victim, u32_min(most, kv->groups[g].hunk));
 }
 

@@ -12,11 +12,12 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 #include "../engine/alloc.h"
 #include "../engine/kv_store.h"
 
-enum { MAX_ITEMS = 512, MAX_ROWS = 1 << 16, MAX_LINE = 1 << 16 };
+enum { MAX_ITEMS = 512, MAX_ROWS = 1 << 16, MAX_LINE = 1 << 16, MAX_SECONDS = 60 };
 
 static kv_cache *kv;
 static kv_append items[MAX_ITEMS];
@@ -234,6 +235,7 @@ int main(void) {
     while (fgets(line, sizeof line, stdin)) {
         const char *const name = strtok(line, separators);
         if (!name) continue;
+        alarm(MAX_SECONDS);  // a call that goes round in circles ends the program
         if (is(name, "new")) {
             answer(make());
         } else if (is(name, "order")) {

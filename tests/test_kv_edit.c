@@ -339,8 +339,23 @@ static void test_check(void) {
     BROKEN((moved[0] = (mf_kv_span){0, 4, 4}, moved[1] = (mf_kv_span){4, 0, 4},
             kv->seqs[1].parts[0].n_spans = 2),
            (moved[0] = whole, kv->seqs[1].parts[0].n_spans = 1));
+    // Their first rows are two, the later ones one and the same.
+    const uint32_t own = kv_part_tail(part);
+    BROKEN((moved[0] = (mf_kv_span){0, (int32_t)own, 1}, moved[1] = (mf_kv_span){1, 1, 7},
+            kv->seqs[1].parts[0].n_spans = 2, kv_cells_read(cells, 0, 1, -1),
+            kv_cells_read(cells, own, 1, 1)),
+           (moved[0] = whole, kv->seqs[1].parts[0].n_spans = 1, kv_cells_read(cells, 0, 1, 1),
+            kv_cells_read(cells, own, 1, -1)));
+    // A reservation in a window, and more gaps than a read can carry.
+    kv_part *const window = &kv->seqs[2].parts[1];
+    const uint32_t cell = kv_part_tail(window);
+    IS(kv_part_reserve_holds(window, 1), MF_OK);
+    BROKEN((kv_part_hold(window, cell, 1), kv_cells_read(&kv->groups[1].cells, cell, 1, 1)),
+           kv_part_release(window, &kv->groups[1].cells, 0));
+    IS(shift(kv, 0, 9, 1), MF_OK);
+    BROKEN(kv->max_gaps = 0, kv->max_gaps = 62);
     // A needed row is gone: the group's rows agree with its cells.
-    kv_forget(kv, 1, 0, 8);
+    kv_forget(kv, 1, 0, 9);
     IS(kv_cache_check(kv), MF_INTERNAL);
     IS(kv_cache_free_seq(kv, 0), MF_OK);
     IS(kv_cache_check(kv), MF_OK);

@@ -141,6 +141,15 @@ static void test_reservations_live_on(void) {
     IS(reserve(kv, 0, 0), MF_OK);
     CHECK(used(kv, 0) == 10 && kv_cache_free_seq(kv, 1) == MF_OK, "%u used", used(kv, 0));
 
+    // A reservation that grows goes on behind its cells.
+    IS(reserve(kv, 0, 10), MF_OK);
+    IS(append(kv, 2, 1), MF_OK);
+    IS(reserve(kv, 0, 20), MF_OK);
+    IS(append(kv, 0, 20), MF_OK);
+    CHECK(n_spans(kv, 0, 0) == 1, "%u spans", n_spans(kv, 0, 0));
+    IS(kv_cache_free_seq(kv, 0), MF_OK);
+    IS(kv_cache_free_seq(kv, 2), MF_OK);
+
     // In holes: the reserved cells are taken in their order, then others.
     for (int32_t s = 1; s < 4; s++) IS(append(kv, s, 10), MF_OK);
     IS(kv_cache_free_seq(kv, 2), MF_OK);
@@ -256,6 +265,14 @@ static void test_shared_windows(void) {
         CHECK(status == plans[i].status, "plan %zu: %d", i, status);
         kv_cache_free(kv);
     }
+
+    // A full group decides for a window only if it has no more cells.
+    const kv_group_spec groups[] = {FULL_100, {KV_SLIDING, 8, 18}};
+    kv = make(groups, 2, 2, 10);
+    IS(append(kv, 0, 10), MF_OK);
+    IS(append(kv, 1, 5), MF_OK);
+    REFUSED(kv, kv_cache_can_append(kv, (kv_append[]){{0, 10}, {1, 10}}, 2), MF_KV_FULL);
+    kv_cache_free(kv);
 }
 
 int main(void) {
