@@ -56,7 +56,8 @@ static int make_groups(mf_engine *e, const char *rope) {
 }
 
 // A sliding arena of n_seq * 2w + n_batch cells never refuses (the live rows of all sequences and a
-// batch fit, with w rows a sequence to take back), and one of n_ctx cells never does either.
+// batch fit, with w rows a sequence to take back). One of n_ctx cells refuses nothing that the full
+// group beside it has cells for; without a full group n_ctx is what all windows share.
 static uint32_t arena_cells(const mf_engine *e, uint32_t window) {
     const uint64_t cells = window ? (uint64_t)e->n_seq * 2 * window + e->n_batch : e->n_ctx;
     return cells < e->n_ctx ? (uint32_t)cells : e->n_ctx;

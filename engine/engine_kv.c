@@ -38,7 +38,7 @@ int engine_kv_shift(mf_engine *e, int32_t seq, int32_t p0, int32_t delta) {
 static void finish_moves(mf_kv_move **moves, size_t *n_moves, mf_engine *e, const kv_work *work) {
     engine_kv_work(e, work);
     *n_moves = work->n_moves;
-    *moves = work->n_moves ? kv_cache_take_moves(e->kv) : NULL;
+    *moves = kv_cache_take_moves(e->kv);
 }
 
 int engine_kv_reserve_with_defrag(mf_kv_move **moves, size_t *n_moves, mf_engine *e, int32_t seq,

@@ -213,12 +213,7 @@ int kv_cache_can_append(kv_cache *kv, const kv_append *items, uint32_t n_items) 
         if (kv->groups[g].spec.kind == KV_FULL ? fresh <= cells->n_free
                                                : kv_batches_fit(kv, g, items, n_items, total))
             continue;
-        return fail(MF_KV_FULL,
-                    "KV group %u has no room for %llu rows: %llu of its %u cells can be had now, "
-                    "%llu needed; free or trim a sequence, or raise n_ctx",
-                    g, (unsigned long long)total,
-                    (unsigned long long)cells->n_free + kv_freeable(kv, g), cells->n_cells,
-                    (unsigned long long)fresh);
+        return kv_full(kv, g, (uint64_t)cells->n_free + kv_freeable(kv, g), fresh);
     }
     return MF_OK;
 }
@@ -293,7 +288,8 @@ int kv_cache_share(kv_cache *kv, int32_t dst, int32_t src, uint32_t n) {
     kv_seq *const to = kv_find_seq(kv, dst);
     const kv_seq *const from = kv_find_seq(kv, src);
     if (!to || !from) return MF_ARG;
-    if (to == from) return fail(MF_ARG, "sequence %d cannot share with itself", dst);
+    if (to == from)
+        return fail(MF_ARG, "sequence %d cannot share with itself; name another one", dst);
     if (n > from->len)
         return fail(MF_ARG, "share of %u rows: sequence %d has %u", n, src, from->len);
     if (to->len) {

@@ -52,8 +52,8 @@ typedef struct kv_work {
 } kv_work;
 
 typedef struct kv_stats {
-    uint32_t n_used, n_shared, n_reserved, n_stale, n_free_runs, largest_run;  // see mf_kv_group
-    uint64_t compactions, generation;
+    uint32_t n_used, n_shared, n_reserved, n_free_runs, largest_run;  // see mf_kv_group
+    uint64_t n_stale, compactions, generation;
 } kv_stats;
 
 typedef struct kv_cache kv_cache;

@@ -428,6 +428,7 @@ int kv_cache_reserve_with_defrag(kv_work *work, kv_cache *kv, int32_t seq, uint3
 
 mf_kv_move *kv_cache_take_moves(kv_cache *kv) {
     mf_kv_move *const moves = kv->moves.at;
+    if (!kv->moves.n) return NULL;  // at most the room that an earlier call had
     kv->moves = (kv_moves){0};
     return moves;
 }

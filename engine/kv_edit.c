@@ -65,10 +65,7 @@ static int check_copies(kv_cache *kv, uint32_t g, const edit *e) {
         kv_tally_clear(kv, g);
     }
     if (copies <= room) return MF_OK;
-    return fail(MF_KV_FULL,
-                "KV group %u can give %llu of %u cells, %llu needed for rows that other sequences "
-                "read too; free or trim a sequence, or raise n_ctx",
-                g, (unsigned long long)room, cells->n_cells, (unsigned long long)copies);
+    return kv_full(kv, g, room, copies);
 }
 
 static int check_edit(kv_cache *kv, const edit *e) {

@@ -273,7 +273,8 @@ static int check_move(const mf_kv_move *m, int32_t scratch) {
     }
     if (scratch != KV_NO_SCRATCH && ((scratch >= m->src && scratch < m->src + m->n) ||
                                      (scratch >= m->dst && scratch < m->dst + m->n))) {
-        return fail(MF_KV_OVERLAP, "move of %d rows from cell %d to %d: cell %d is the scratch row",
+        return fail(MF_KV_OVERLAP,
+                    "move of %d rows from cell %d to %d: cell %d is the scratch row; leave it out",
                     m->n, m->src, m->dst, scratch);
     }
     return MF_OK;
@@ -286,14 +287,14 @@ static int check_overlap(const kv_order *order, size_t n) {
         if (a.group == b.group && a.src + a.n > b.src) {
             return fail(MF_KV_OVERLAP,
                         "group %d: a move of %d rows from cell %d and one from cell %d both read "
-                        "cell %d",
+                        "cell %d; move each row once",
                         a.group, a.n, a.src, b.src, b.src);
         }
         const mf_kv_move c = order->by_dst[i - 1], d = order->by_dst[i];
         if (c.group == d.group && c.dst + c.n > d.dst) {
             return fail(MF_KV_OVERLAP,
                         "group %d: a move of %d rows to cell %d and one to cell %d both write cell "
-                        "%d",
+                        "%d; give each row a place of its own",
                         c.group, c.n, c.dst, d.dst, d.dst);
         }
     }

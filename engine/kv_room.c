@@ -14,7 +14,8 @@ kv_walk kv_walk_rows(const kv_cache *kv, uint32_t g, uint32_t s, uint32_t from, 
     if (from >= to) return walk;
     const kv_part *const part = &kv->seqs[s].parts[g];
     const uint32_t pos = kv_seq_pos(&kv->seqs[s], from);
-    walk.span = kv_part_spans(part) + kv_part_span_at(part, pos);
+    walk.span = kv_part_spans(part);
+    walk.span += kv_span_above(walk.span, part->n_spans, pos);
     walk.skip = pos - (uint32_t)walk.span->pos;
     walk.n_left = to - from;
     return walk;
@@ -109,6 +110,16 @@ void kv_evict(kv_cache *kv, uint32_t g) {
     kv_forget(kv, g, victim, u32_min(most, kv->groups[g].hunk));
 }
 
+int kv_full(const kv_cache *kv, uint32_t g, uint64_t given, uint64_t needed) {
+    uint64_t reserved = 0;
+    for (uint32_t s = 0; s < kv->n_seq; s++) reserved += kv->seqs[s].parts[g].n_reserved;
+    return fail(MF_KV_FULL,
+                "KV group %u can give %llu of %u cells (%llu are reserved), %llu needed; free or "
+                "trim a sequence, or raise n_ctx",
+                g, (unsigned long long)given, kv->groups[g].cells.n_cells,
+                (unsigned long long)reserved, (unsigned long long)needed);
+}
+
 // So large that the needed rows of all sequences leave room for any batch.
 static bool never_full(const kv_cache *kv, uint32_t g) {
     const kv_group *const group = &kv->groups[g];
@@ -122,10 +133,7 @@ int kv_check_room(kv_cache *kv, uint32_t g, uint64_t n) {
     if (cells->n_free >= n || (n <= kv->n_batch && never_full(kv, g))) return MF_OK;
     const uint64_t most = (uint64_t)cells->n_free + kv_freeable(kv, g);
     if (most >= n) return MF_OK;
-    return fail(MF_KV_FULL,
-                "KV group %u can give %llu of %u cells, %llu needed; free or trim a sequence, or "
-                "raise n_ctx",
-                g, (unsigned long long)most, cells->n_cells, (unsigned long long)n);
+    return kv_full(kv, g, most, n);
 }
 
 void kv_make_room(kv_cache *kv, uint32_t g, uint32_t n) {

@@ -106,8 +106,8 @@ int kv_part_reserve(kv_part *part, uint32_t n_spans) {
     if (part->capacity - part->first - part->n_spans >= n_spans) return MF_OK;
     size_t wanted;
     if (!size_add(&wanted, part->n_spans, n_spans)) wanted = SIZE_MAX;
-    if (wanted >
-        part->capacity / 2) {  // else half is dropped spans: moving the others down is cheap enough
+    // Else half is dropped spans: moving the others down is cheap enough.
+    if (wanted > part->capacity / 2) {
         const size_t capacity = wanted > UINT32_MAX / 2 ? wanted : 2 * wanted;
         if (capacity > UINT32_MAX) return fail(MF_LIMIT, "%zu spans in one sequence", wanted);
         mf_kv_span *const memory = mem_grow(part->memory, capacity, sizeof *memory);
@@ -160,23 +160,17 @@ void kv_part_drop_newest(kv_part *part, kv_cells *cells, uint32_t n) {
     if (!part->n_spans) part->first = 0;
 }
 
-uint32_t kv_part_span_at(const kv_part *part, uint32_t pos) {
-    const mf_kv_span *const spans = kv_part_spans(part);
-    uint32_t lo = 0, hi = part->n_spans;  // the span that holds pos is lo
-    while (hi - lo > 1) {
+uint32_t kv_span_above(const mf_kv_span *spans, uint32_t n, uint32_t pos) {
+    uint32_t lo = 0, hi = n;
+    while (lo < hi) {
         const uint32_t mid = (lo + hi) / 2;
-        if ((uint32_t)spans[mid].pos <= pos) {
-            lo = mid;
+        if ((uint32_t)(spans[mid].pos + spans[mid].len) <= pos) {
+            lo = mid + 1;
         } else {
             hi = mid;
         }
     }
     return lo;
-}
-
-int32_t kv_part_cell(const kv_part *part, uint32_t pos) {
-    const mf_kv_span span = kv_part_spans(part)[kv_part_span_at(part, pos)];
-    return span.cell + (int32_t)pos - span.pos;
 }
 
 // ---- reserved cells --------------------------------------------------------------------------

@@ -6,8 +6,8 @@
 #include "kv_cache.h"
 #include "kv_cells.h"
 
-enum { KV_MAX_RUNS = 64 };          // of positions in a sequence: one more than it may have gaps
-#define KV_WHOLE_WINDOW UINT32_MAX  // of a full group: every position is in it
+enum { KV_MAX_RUNS = KV_MAP_MAX_SPANS };  // of positions in a sequence, each a span of its own
+#define KV_WHOLE_WINDOW UINT32_MAX        // of a full group: every position is in it
 
 // Rows from `row` on, up to the next run, are at pos, pos + 1, ...
 typedef struct kv_run {
@@ -66,10 +66,8 @@ void kv_part_push(kv_part *part, uint32_t pos, uint32_t cell, uint32_t n);
 // Stops reading the oldest or the newest n live rows; `base` is the caller's to keep.
 void kv_part_drop_oldest(kv_part *part, kv_cells *cells, uint32_t n);
 void kv_part_drop_newest(kv_part *part, kv_cells *cells, uint32_t n);
-// Index of the span that holds the live row at a position.
-uint32_t kv_part_span_at(const kv_part *part, uint32_t pos);
-// The cell of the live row at a position.
-int32_t kv_part_cell(const kv_part *part, uint32_t pos);
+// The first of n spans with a row at or above a position; n if there is none.
+uint32_t kv_span_above(const mf_kv_span *spans, uint32_t n, uint32_t pos);
 
 // Room for n_holds more runs of reserved cells.
 int kv_part_reserve_holds(kv_part *part, uint32_t n_holds);

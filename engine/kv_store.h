@@ -78,6 +78,8 @@ void kv_forget(kv_cache *kv, uint32_t g, uint32_t s, uint32_t n);
 // THE eviction policy: the sequence with the most stale rows (ties: the lowest) gives up its oldest
 // hunk. Something must be stale.
 void kv_evict(kv_cache *kv, uint32_t g);
+// MF_KV_FULL with its line: of the `needed` cells that a call must find, `given` can be had.
+int kv_full(const kv_cache *kv, uint32_t g, uint64_t given, uint64_t needed);
 // MF_KV_FULL unless n cells are free or freeable.
 int kv_check_room(kv_cache *kv, uint32_t g, uint64_t n);
 // Evicts until n cells are free: kv_check_room has said that it can be.

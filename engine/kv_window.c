@@ -14,20 +14,6 @@ static uint32_t oldest_seen(uint32_t q, uint32_t window) { return q < window ? 0
 
 static uint32_t end_of(const mf_kv_span *span) { return (uint32_t)(span->pos + span->len); }
 
-// The first of n spans with a row at or above a position; n if there is none.
-static uint32_t span_above(const mf_kv_span *spans, uint32_t n, uint32_t pos) {
-    uint32_t lo = 0, hi = n;
-    while (lo < hi) {
-        const uint32_t mid = (lo + hi) / 2;
-        if (end_of(&spans[mid]) <= pos) {
-            lo = mid + 1;
-        } else {
-            hi = mid;
-        }
-    }
-    return lo;
-}
-
 // Position of the first of a sequence's last n rows; n = 0: of the next row.
 static uint32_t first_query(const kv_seq *seq, uint32_t n) {
     return n ? kv_seq_pos(seq, seq->len - n) : kv_seq_next_pos(seq, seq->len);
@@ -38,7 +24,7 @@ uint32_t kv_read_spans(const mf_kv_span **spans, const kv_cache *kv, uint32_t g,
     const kv_part *const part = &kv->seqs[s].parts[g];
     const mf_kv_span *const all = kv_part_spans(part);
     const uint32_t oldest = oldest_seen(first_query(&kv->seqs[s], n), kv->groups[g].window);
-    const uint32_t first = span_above(all, part->n_spans, oldest);
+    const uint32_t first = kv_span_above(all, part->n_spans, oldest);
     *spans = first ? all + first : all;  // no arithmetic on NULL
     return part->n_spans - first;
 }
@@ -69,7 +55,7 @@ static bool is_causal(const view *v) {
 }
 
 static bool is_range(const view *v) {
-    uint32_t i = span_above(v->spans, v->n_spans, v->query);
+    uint32_t i = kv_span_above(v->spans, v->n_spans, v->query);
     for (i = u32_max(i, 1); i < v->n_spans; i++) {
         const uint32_t query = u32_max(v->query, (uint32_t)v->spans[i].pos);
         if (oldest_seen(query, v->window) < end_of(&v->spans[i - 1])) return false;
@@ -80,7 +66,7 @@ static bool is_range(const view *v) {
 // Returns the number of queries.
 static uint32_t fill_ranges(kv_range *ranges, const view *v) {
     uint32_t n = 0;
-    for (uint32_t i = span_above(v->spans, v->n_spans, v->query); i < v->n_spans; i++) {
+    for (uint32_t i = kv_span_above(v->spans, v->n_spans, v->query); i < v->n_spans; i++) {
         const uint32_t pos = (uint32_t)v->spans[i].pos, cell = (uint32_t)v->spans[i].cell;
         for (uint32_t q = u32_max(v->query, pos); q < end_of(&v->spans[i]); q++) {
             const uint32_t oldest = u32_max(oldest_seen(q, v->window), pos);
@@ -198,7 +184,7 @@ int kv_cache_store_cells(int32_t *cells, const kv_cache *kv, uint32_t group, int
                     first, n, seq, group, part->base, found->len);
     if (!n) return MF_OK;
     const mf_kv_span *const spans = kv_part_spans(part);
-    const uint32_t pos = kv_seq_pos(found, first), at = span_above(spans, part->n_spans, pos);
+    const uint32_t pos = kv_seq_pos(found, first), at = kv_span_above(spans, part->n_spans, pos);
     uint32_t skip = pos - (uint32_t)spans[at].pos;
     for (uint32_t i = at, done = 0, k; done < n; i++, done += k, skip = 0) {
         k = u32_min(n - done, (uint32_t)spans[i].len - skip);

@@ -223,9 +223,9 @@ typedef struct mf_kv_group {
     uint32_t n_used;           // cells that are not free
     uint64_t bytes_per_token;  // of all layers of the group
     uint32_t n_shared;         // cells that several sequences read
-    uint32_t n_stale;     // rows of all sequences that only laziness keeps: older than their window
-    uint32_t n_reserved;  // cells that mf_kv_reserve holds for rows to come; part of n_used
+    uint32_t n_reserved;       // cells that mf_kv_reserve holds for rows to come; part of n_used
     uint32_t n_free_runs, largest_run;  // maximal runs of free cells
+    uint64_t n_stale;  // rows of all sequences that only laziness keeps: older than their window
     uint64_t compactions;  // made by a forward, because a sequence lay in too many spans
     uint64_t generation;   // changes whenever rows move to other cells
 } mf_kv_group;

@@ -91,7 +91,8 @@ static void print_group(uint32_t g) {
     kv_stats s;
     if (kv_cache_stats(&s, kv, g)) s = (kv_stats){0};
     printf("%s[%u,%u,%u,%u,%u,%u,%" PRIu64 ",%" PRIu64 "]", comma(g), s.n_used, s.n_shared,
-           s.n_reserved, s.n_stale, s.n_free_runs, s.largest_run, s.compactions, s.generation);
+           s.n_reserved, (uint32_t)s.n_stale, s.n_free_runs, s.largest_run, s.compactions,
+           s.generation);
 }
 
 // [len, next_pos, max_trim, positions, spans of each group, [cell, len] held in each group]

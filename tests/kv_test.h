@@ -46,7 +46,7 @@ static inline void kv_picture(char *text, const kv_cache *kv) {
     for (uint32_t g = 0; g < kv_cache_n_groups(kv); g++) {
         IS(kv_cache_stats(&st, kv, g), MF_OK);
         kv_write(text, &n, "group %u: used %u shared %u reserved %u stale %u runs %u %u, %u %u\n",
-                 g, st.n_used, st.n_shared, st.n_reserved, st.n_stale, st.n_free_runs,
+                 g, st.n_used, st.n_shared, st.n_reserved, (uint32_t)st.n_stale, st.n_free_runs,
                  st.largest_run, (unsigned)st.compactions, (unsigned)st.generation);
     }
     uint32_t len, pos;

@@ -172,8 +172,8 @@ static void test_groups(mf_engine *e) {
                   !group.compactions && group.bytes_per_token && group.n_layers,
               "group %u: %u cells, %u used, %u shared, %u reserved, %u runs", g, group.n_cells,
               group.n_used, group.n_shared, group.n_reserved, group.n_free_runs);
-        check((group.n_stale > 0) == (strncmp(group.kind, "sliding", 7) == 0), "%s: %u stale",
-              group.kind, group.n_stale);
+        check((group.n_stale > 0) == (strncmp(group.kind, "sliding", 7) == 0), "%s: %llu stale",
+              group.kind, (unsigned long long)group.n_stale);
         check((group.largest_run + group.n_free_runs > CTX - 25) == (group.n_free_runs == 1),
               "%u free runs, the largest of %u", group.n_free_runs, group.largest_run);
     }

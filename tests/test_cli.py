@@ -56,6 +56,14 @@ def test_usage_errors(args):
     assert out == "" and "usage: minfer" in err
 
 
+@pytest.mark.parametrize("number", ["many", "1.5", "", "9" * 5000], ids=len)
+def test_what_is_not_a_number_is_called_so(number):
+    for args in (("info", "m.gguf", "--n-ctx"), ("run", "m.gguf", "-n"), ("bench", "kv", "--rows")):
+        _, err = minfer(*args, number, status=2)
+        last = err.splitlines()[-1]
+        assert "is not a whole number" in last and "_" not in last and len(last) < 200
+
+
 @pytest.mark.parametrize(
     "command", [("run", "absent.gguf", "hi"), ("info", "absent.gguf"), ("bench", "absent.gguf")]
 )

@@ -30,6 +30,31 @@ def test_generate_is_a_function_of_its_arguments(engine):
     assert text(temperature=0) == text(temperature=0, seed=9) == text(top_k=1)
 
 
+def test_a_prompt_without_tokens_is_refused_at_once(engine):
+    engine.forward_cached(TOKENS)
+    for prompt in ([], ""):
+        with pytest.raises(minfer.ArgumentError, match="prompt has no token"):
+            engine.generate(prompt)
+
+
+def test_edits_between_two_pieces(engine):
+    """The next token follows what the sequence then holds."""
+    pieces = engine.generate(TOKENS, max_tokens=30, temperature=0)
+    while len(pieces.ids) < 12:
+        next(pieces)
+    kept, picked = TOKENS[:2] + TOKENS[5:] + pieces.ids[:-3], pieces.ids[-1:]
+    engine.kv.trim(0, 2)
+    engine.kv.rm(0, 2, 5)
+    rest = len(pieces.ids)
+    list(pieces)
+    engine.forward_cached(TOKENS + pieces.ids[: rest - 3], seq=1, logits="none")
+    engine.kv.rm(1, 2, 5)
+    assert engine.kv.len(1) == len(kept)
+    for token in pieces.ids[rest:]:
+        assert engine.forward_cached(picked, seq=1).argmax() == token
+        picked = [token]
+
+
 def test_generate_equals_steps_by_hand(engine):
     liked = engine.generate(TOKENS, max_tokens=20, seed=5)
     list(liked)

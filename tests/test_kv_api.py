@@ -6,6 +6,7 @@ the right thing is for the law and the model tests.
 """
 
 import re
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -105,7 +106,8 @@ BAD = {
         ("reserve", (0, -1, True), "-1"),
         ("defrag", (-1,), "-1"),
         ("defrag", (2**32,), "4294967296"),
-        ("spans", (0, 2), "2"),
+        ("spans", (0, 2), "2; it must be in [0, 1]"),
+        ("spans", (0, -1), "-1; it must be in [0, 1]"),
     ]
     + [
         (name, (seq, *rest), str(seq))
@@ -184,6 +186,19 @@ def test_bad_calls(edited, error, name, args, word):
     assert word in str(refused.value) and "\n" not in str(refused.value)
     assert state(engine) == before
     assert all_logits(engine) == logits
+
+
+@pytest.mark.parametrize("seq", [-1, 5])
+def test_an_unknown_sequence_names_those_there_are(edited, seq):
+    engine, _ = edited
+    for call in (
+        lambda: engine.kv.free(seq),
+        lambda: engine.kv.share(3, seq, 0),
+        lambda: engine.forward_cached([5], seq),
+        lambda: engine.generate([5], seq=seq),
+    ):
+        with pytest.raises(minfer.ArgumentError, match=f" {seq}; this engine has 0 to 4 .n_seq"):
+            call()
 
 
 def test_closed(tiny_path):
@@ -280,6 +295,25 @@ def test_nothing_to_do(edited):
     kv.free(3)
     assert kv.reserve(0, 0) == [] and kv.reserve(0, 0, defrag=False) == []
     assert state(engine) == before
+
+
+def test_spans_while_another_thread_edits(fresh):
+    fresh.forward_cached(tokens(100))
+    done, seen = threading.Event(), set()
+
+    def edit():
+        for _ in range(4000):
+            fresh.kv.shift(0, 50, 1)
+            fresh.kv.shift(0, 51, -1)
+        done.set()
+
+    editor = threading.Thread(target=edit)
+    editor.start()
+    while not done.is_set():
+        seen.add(tuple(fresh.kv.spans(0, 1)))
+    editor.join()
+    assert {len(spans) for spans in seen} == {1, 2}
+    assert all(sum(span.len for span in spans) == 100 for spans in seen)
 
 
 def test_integers_of_numpy(fresh):

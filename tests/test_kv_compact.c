@@ -529,6 +529,13 @@ static void test_bad_calls(void) {
     CHECK(moves && moves == work.moves && !kv_cache_take_moves(m->kv), "moves %p", (void *)moves);
     mem_free(moves);
     CHECK(!defrag_once(m, 0) && intact(m), "%s", mf_last_error());
+    // None to take where the call made none, though one before it did.
+    CHECK(!trim(m, 0, 5), "%s", mf_last_error());
+    CHECK(!kv_cache_defrag(&work, m->kv, 0) && work.n_moves > 0, "%s", mf_last_error());
+    execute(m, work.moves, work.n_moves);
+    CHECK(!kv_cache_defrag(&work, m->kv, 0) && !work.n_moves, "%u moves", work.n_moves);
+    CHECK(!kv_cache_take_moves(m->kv), "moves to take after a call that made none");
+    CHECK(intact(m), "%s", mf_last_error());
     stop(m);
 }
 

@@ -178,8 +178,8 @@ static void test_eviction_policy(void) {
     for (uint32_t s = 0; s < 3; s++) {
         CHECK(kv_stale(kv, 0, s) == stale[s], "sequence %u: %u stale", s, kv_stale(kv, 0, s));
     }
-    CHECK(stats_of(kv, 0).n_stale == 29 && kv_freeable(kv, 0) == 29, "%u stale",
-          stats_of(kv, 0).n_stale);
+    CHECK(stats_of(kv, 0).n_stale == 29 && kv_freeable(kv, 0) == 29, "%llu stale",
+          (unsigned long long)stats_of(kv, 0).n_stale);
     // The one with most gives up a hunk of half a window; of equals the lowest.
     static const uint32_t victim[] = {0, 1, 0, 1, 0, 1, 2, 0, 1};
     static const uint32_t hunk[] = {4, 4, 4, 4, 4, 4, 3, 1, 1};

@@ -513,9 +513,11 @@ static void read_too(kv_cache *kv, uint32_t dst, uint32_t src, uint32_t n) {
     for (uint32_t r = 0; r < n; r++) add_rows(kv, dst, kv_seq_pos(from, r), 1);
     for (uint32_t g = 0; g < 2; g++) {
         to->parts[g].base = u32_min(from->parts[g].base, n);
+        const mf_kv_span *span = kv_part_spans(&from->parts[g]);
         for (uint32_t r = to->parts[g].base; r < n; r++) {
             const uint32_t pos = kv_seq_pos(from, r);
-            put(kv, g, dst, pos, (uint32_t)kv_part_cell(&from->parts[g], pos), 1);
+            while ((uint32_t)(span->pos + span->len) <= pos) span++;
+            put(kv, g, dst, pos, (uint32_t)span->cell + pos - (uint32_t)span->pos, 1);
         }
     }
 }

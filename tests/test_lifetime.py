@@ -1,10 +1,12 @@
 """Lifetime: closing, finalisers, forks, threads and cancelling, in every order."""
 
+import gc
 import multiprocessing
 import os
 import signal
 import threading
 import time
+import weakref
 
 import pytest
 from test_python_api import TOKENS, python
@@ -40,6 +42,21 @@ def test_closed(tiny_path):
         raise RuntimeError("mine")
     with pytest.raises(minfer.ClosedError):
         other.stats()
+
+
+def test_the_last_reference_frees_the_engine(tiny_path):
+    """At once: weights are too large to wait for the collector of cycles."""
+    gc.disable()
+    try:
+        engine = minfer.load(tiny_path)
+        list(engine.generate(TOKENS, max_tokens=2))
+        kv, gone = engine.kv, weakref.ref(engine)
+        del engine
+        assert kv.len(0) > 0  # a Kv keeps its engine
+        del kv
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_finalisers_in_any_order(tiny_path):

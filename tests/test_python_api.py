@@ -436,6 +436,25 @@ def test_full_cache_refuses_and_keeps(tiny_path):
         engine.kv.check()
 
 
+def test_logits_too_large_for_memory(engine, monkeypatch):
+    def refused(call):
+        before = engine.kv.stats()
+        with pytest.raises(MemoryError) as error:
+            call()
+        assert type(error.value) is minfer.NoMemoryError and "\n" not in str(error.value)
+        assert engine.kv.stats() == before
+
+    for length in (2**50, 2**56):  # beyond any machine, beyond any array
+        pads = np.broadcast_to(np.int8(0), (1, length))
+        refused(lambda: engine.forward_padded(pads, [length - 1]))
+
+    def no_memory(*_):
+        raise MemoryError("no memory")
+
+    monkeypatch.setattr(np, "empty", no_memory)
+    refused(lambda: engine.forward_cached(TOKENS, logits="all"))
+
+
 def test_pickle_and_copy(engine):
     for thing in (engine, engine.kv, engine.metadata, engine.generate(TOKENS), minfer.Sampling()):
         for attempt in (pickle.dumps, copy.deepcopy):

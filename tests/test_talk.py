@@ -51,7 +51,7 @@ class Rows:
 
     def __init__(self, engine, monkeypatch):
         self.ids, self.appended = [], []
-        forward, trim, free = engine.forward_cached, engine.kv.trim, engine.kv.free
+        forward, trim, free = engine.forward_cached, minfer.Kv.trim, minfer.Kv.free
 
         def spy_forward(tokens, *args, **options):
             out = forward(tokens, *args, **options)
@@ -59,17 +59,17 @@ class Rows:
             self.ids += self.appended[-1]
             return out
 
-        def spy_trim(seq, n):
-            trim(seq, n)
+        def spy_trim(kv, seq, n):
+            trim(kv, seq, n)
             del self.ids[len(self.ids) - n :]
 
-        def spy_free(seq):
-            free(seq)
+        def spy_free(kv, seq):
+            free(kv, seq)
             self.ids.clear()
 
         monkeypatch.setattr(engine, "forward_cached", spy_forward)
-        monkeypatch.setattr(engine.kv, "trim", spy_trim)
-        monkeypatch.setattr(engine.kv, "free", spy_free)
+        monkeypatch.setattr(minfer.Kv, "trim", spy_trim)
+        monkeypatch.setattr(minfer.Kv, "free", spy_free)
 
 
 def shared_beginning(a, b):

@@ -5,7 +5,7 @@ Refuses to judge the machine: things are compared only with others measured in t
 a missed target is shown, it is no error. Invariant: a figure has one sample a round, and a ratio is
 made of samples of one round.
 
-Calls are timed as Python makes them, about 1 us of which is Python's own. Only what has to be real
+Calls are timed as Python makes them; of a short one, most is Python's own. Only what has to be real
 is computed by the model. Rows whose contents do not matter are copies: a share is shifted by one
 position, and rows that move away from their other readers are copied into cells of their own.
 """
@@ -310,9 +310,7 @@ def _defrag(engine: minfer.Engine, n_rows: int, rounds: int, bar: render.Bar) ->
     return [
         Figure("defrag", label, "GB/s", speeds, facts=facts),
         Figure("memmove", "memmove of as many bytes", "GB/s", plain),
-        Figure(
-            "defrag_ratio", "  defrag over memmove", "x", _ratios(speeds, plain), at_least=0.5
-        ),
+        Figure("defrag_ratio", "  defrag over memmove", "x", _ratios(speeds, plain), at_least=0.5),
     ]
 
 
@@ -337,9 +335,7 @@ def _decode(engine: minfer.Engine, run: int, rounds: int, bar: render.Bar) -> li
         _fill(engine, N_RUNS * (run + HOLE), bar)
         bar("decode", turn, rounds)
         _cut_holes(engine, run)
-        shares.append(
-            min(1 - group.largest_run / (group.n_cells - group.n_used) for group in kv.stats())
-        )
+        shares.append(min(group.fragmentation for group in kv.stats()))
         spans.append(len(kv.spans(0)))
         fragmented.append(_tokens_per_second(engine))
         kv.defrag(0)

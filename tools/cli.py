@@ -167,23 +167,24 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 
 def _natural(text: str) -> int:
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError(f"{number} is negative")
-    return number
+    return _whole(text, 0)
 
 
 def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1")
-    return number
+    return _whole(text, 1)
 
 
 def _bench_rows(text: str) -> int:
-    number = int(text)
-    if number < 1024:
-        raise argparse.ArgumentTypeError(f"{number} is less than 1024")
+    return _whole(text, 1024)
+
+
+def _whole(text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a whole number") from None
+    if number < least:
+        raise argparse.ArgumentTypeError(f"{number} is less than {least}")
     return number
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from minfer import demo, padded
 from minfer._ffi import (
     INT32_MAX,
+    INT32_MIN,
     UINT32_MAX,
     c_string,
     check,
@@ -25,7 +26,13 @@ from minfer._ffi import (
     text,
     token_array,
 )
-from minfer.errors import ArgumentError, ArgumentTypeError, ClosedError, KvFullError
+from minfer.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    KvFullError,
+    NoMemoryError,
+)
 from minfer.formats import KvFormat
 from minfer.gguf import GgufFile
 from minfer.kv import Kv
@@ -143,7 +150,11 @@ class Engine:
         self.n_threads = lib.mf_engine_n_threads(self._engine)
         self.isa = text(lib.mf_engine_isa(self._engine))
         self.kv_format = KvFormat(text(lib.mf_engine_kv_format(self._engine)))
-        self.kv = Kv(self)
+
+    @property
+    def kv(self) -> Kv:
+        """Its KV cache."""
+        return Kv(self)  # not kept: a cycle would keep the weights until the collector comes by
 
     @property
     def handle(self):
@@ -197,10 +208,11 @@ class Engine:
         """Appends chunks to different sequences in one call; each gets an array as forward_cached
         returns it, the same to the last bit.
 
-        KvFullError: the rows of all chunks do not fit (nothing was appended). Ctrl-C in the main
-        thread cancels the call within a few milliseconds; whole batches of n_batch tokens stay.
-        It cancels whatever forward runs on this engine at that moment: where several threads share
-        an engine, that may be another one's, which then raises CancelledError.
+        KvFullError: the rows of all chunks do not fit (nothing was appended). NoMemoryError: no
+        memory for the arrays. Ctrl-C in the main thread cancels the call within a few milliseconds;
+        whole batches of n_batch tokens stay. It cancels whatever forward runs on this engine at
+        that moment: where several threads share an engine, that may be another one's, which then
+        raises CancelledError.
         """
         handle = self.handle
         if not isinstance(chunks, Iterable):
@@ -211,8 +223,8 @@ class Engine:
                 raise ArgumentTypeError(f"chunks must be minfer.Chunk, not {chunk!r:.60}")
         arrays = [token_array("tokens", chunk.tokens) for chunk in chunks]
         wanted = [_n_logits(chunk.logits, len(array)) for chunk, array in zip(chunks, arrays)]
-        out = np.empty((sum(wanted), self.n_vocab), np.float32)
-        seqs = (integer("seq", chunk.seq, 0, INT32_MAX) for chunk in chunks)
+        out = _logits((sum(wanted), self.n_vocab))
+        seqs = (integer("seq", chunk.seq, INT32_MIN, INT32_MAX) for chunk in chunks)
         modes = (_LOGITS[chunk.logits] for chunk in chunks)
         _forward(handle, list(zip(seqs, modes, arrays)), out)
         if len(chunks) == 1:
@@ -236,7 +248,7 @@ class Engine:
         n_rows, length, rows = padded.rows_of(
             ids, left_padding, right_padding, seqs, self.n_seq, self.n_vocab
         )
-        out = np.empty((n_rows, length, self.n_vocab), np.float32)
+        out = _logits((n_rows, length, self.n_vocab))
         if rows:
             tight = out.reshape(-1, self.n_vocab)[: sum(row.tokens.size for row in rows)]
             _forward(handle, [(row.seq, lib.MF_LOGITS_ALL, row.tokens) for row in rows], tight)
@@ -283,8 +295,13 @@ class Engine:
             seed=seed,
         )
         limit = integer("max_tokens", max_tokens, 0, UINT32_MAX)
-        seq = integer("seq", seq, 0, INT32_MAX)
+        seq = integer("seq", seq, INT32_MIN, INT32_MAX)
         prompt = token_array("tokens", tokens)
+        if not prompt.size:
+            raise ArgumentError(
+                "prompt has no token, and an answer needs one to follow; to go on where a sequence"
+                " ends, trim its last row and pass that token"
+            )
         return Generation(self, prompt, sampling, limit, _stop_strings(stop), seq)
 
     def stats(self) -> Stats:
@@ -301,7 +318,8 @@ class Generation(Iterator[str]):
 
     The sequence holds the prompt and all of `ids` but those in `pending`. That is the token picked
     last, which is appended only when another one is wanted, or nothing if the answer ended with
-    "end". To go on after an answer, append `pending` and then what is new.
+    "end". To go on after an answer, append `pending` and then what is new. The sequence may be
+    edited between two pieces: the next ones answer to what it then holds.
     """
 
     def __init__(
@@ -402,6 +420,14 @@ def _n_logits(logits: str, n_tokens: int) -> int:
     if not isinstance(logits, str) or logits not in _LOGITS:
         raise ArgumentError(f'logits is {logits!r:.60}; it must be "none", "last" or "all"')
     return {"none": 0, "last": 1, "all": n_tokens}[logits]
+
+
+def _logits(shape: tuple[int, ...]) -> np.ndarray:
+    """Room for logits, not filled."""
+    try:
+        return np.empty(shape, np.float32)
+    except (MemoryError, ValueError) as error:  # numpy: too large for now, or for ever
+        raise NoMemoryError(f"logits: {error}; ask for those of fewer tokens in a call") from None
 
 
 def _start(call: Callable[[], Any]) -> queue.SimpleQueue:

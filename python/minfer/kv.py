@@ -91,7 +91,8 @@ class Kv:
     def trim(self, seq: int, n: int) -> None:
         """Drops the last n rows in all groups, or raises and drops none. Costs O(spans).
 
-        KvGoneError: a window has dropped rows that the shorter sequence needs (see max_trim).
+        ArgumentError: n is more than it has. KvGoneError: a window has dropped rows that the
+        shorter sequence needs (see max_trim).
         """
         rows = integer("n", n, 0, UINT32_MAX)
         check(lib.mf_kv_trim(self._engine.handle, _seq(seq), rows))
@@ -128,13 +129,14 @@ class Kv:
         ArgumentError: n is more than src has, or dst is src. KvNotEmptyError: dst has rows.
         KvGoneError: a window of src has dropped rows that a sequence of n rows needs.
         """
-        dst, src = integer("dst", dst, 0, INT32_MAX), integer("src", src, 0, INT32_MAX)
+        dst, src = _int32("dst", dst), _int32("src", src)
         check(lib.mf_kv_share(self._engine.handle, dst, src, integer("n", n, 0, UINT32_MAX)))
 
     def reserve(self, seq: int, n: int, defrag: bool = False) -> list[Move]:
-        """Holds exactly n free cells for the next rows of a sequence, whatever the others do; 0
-        gives them back. With `defrag` the cells are one run: the cache is compacted if it has none,
-        and the moves are returned in the order they were made (a holder of cells applies them).
+        """Holds exactly n free cells for the next rows of a sequence, whatever the others do:
+        appends use them up, free gives them back, and so does 0. With `defrag` the cells are one
+        run: the cache is compacted if it has none, and the moves are returned in the order they
+        were made (a holder of cells applies them).
 
         KvFullError: fewer than n cells are free.
         """
@@ -161,12 +163,15 @@ class Kv:
         check(lib.mf_kv_free(self._engine.handle, _seq(seq)))
 
     def spans(self, seq: int, group: int = 0) -> list[Span]:
-        """Where the rows of a sequence lie in a group, in position order."""
-        handle, seq, group = self._engine.handle, _seq(seq), _group(group)
-        n = ffi.new("size_t *")
-        check(lib.mf_kv_spans(n, ffi.NULL, 0, handle, seq, group))
-        spans = ffi.new("mf_kv_span[]", n[0])
-        check(lib.mf_kv_spans(n, spans, len(spans), handle, seq, group))
+        """Where the rows of a sequence lie in a group, in position order; rows that a window has
+        dropped lie nowhere."""
+        handle, seq = self._engine.handle, _seq(seq)
+        group = integer("group", group, 0, self._engine.n_groups - 1)
+        n, status = ffi.new("size_t *"), lib.MF_ARG
+        while status:  # again, if another thread's edit made them more in between
+            check(lib.mf_kv_spans(n, ffi.NULL, 0, handle, seq, group))
+            spans = ffi.new("mf_kv_span[]", n[0])
+            status = lib.mf_kv_spans(n, spans, len(spans), handle, seq, group)
         return [Span(s.pos, s.cell, s.len) for s in spans[0 : n[0]]]
 
     def kinds(self) -> list[str]:
@@ -231,11 +236,7 @@ def _moves(call, *args) -> list[Move]:
 
 
 def _seq(seq) -> int:
-    return integer("seq", seq, 0, INT32_MAX)
-
-
-def _group(group) -> int:
-    return integer("group", group, 0, UINT32_MAX)
+    return _int32("seq", seq)
 
 
 def _int32(name: str, value) -> int:
