@@ -108,10 +108,12 @@ class Reference:
         self.act_int8 = act_int8
         self.n_ctx = n_ctx or self.config.n_ctx_train
 
-    def logits(self, tokens, rows=None):
-        """float64 [len(rows), V]: the logits after each position in `rows` (default: all)."""
+    def logits(self, tokens, rows=None, positions=None):
+        """float64 [len(rows), V]: the logits after each token in `rows` (default: all). `positions`
+        [T] of the tokens: 0, 1, ... unless some were moved."""
         c = self.config
         tokens = np.asarray(tokens)
+        self._positions = np.arange(len(tokens)) if positions is None else np.asarray(positions)
         x = self._table("token_embd.weight")[tokens].astype(REAL)  # [T, E]
         if self.traits.scale_embedding:
             x = x * REAL(np.sqrt(c.n_embd))
@@ -160,7 +162,7 @@ class Reference:
             k = self._norm(k, name + "attn_k_norm.weight")
         q, k = self._rope(q, layer), self._rope(k, layer)
 
-        position = np.arange(len(x))
+        position = self._positions
         distance = position[:, None] - position[None, :]  # [T queries, T keys]
         visible = distance >= 0
         if self._is_windowed(layer):
@@ -196,7 +198,7 @@ class Reference:
         """Rotates the first rope_dim values of each head of x [T, heads, D], in pairs."""
         n = self.config.rope_dim
         frequency, magnitude = self._rope_frequencies(layer)  # [n/2]
-        angle = np.arange(len(x))[:, None, None] * frequency  # [T, 1, n/2]
+        angle = self._positions[:, None, None] * frequency  # [T, 1, n/2]
         cos, sin = (magnitude * f(angle).astype(REAL) for f in (np.cos, np.sin))
         if self.traits.rope == "halves":
             first, second = slice(0, n // 2), slice(n // 2, n)
