@@ -31,6 +31,7 @@ typedef struct backend_config {
     const uint32_t *group_cells;   // [n_groups]; each region has one spare row more, for moves
     uint32_t n_groups;
     kv_format kv_format;
+    bool kv_widened;  // q8_0 rows are read as floats, not packed: for comparison
     uint32_t n_batch, n_ctx, n_threads;
     const char *isa;  // NULL: MINFER_ISA, else the best present
 } backend_config;
@@ -74,6 +75,12 @@ typedef struct device {
     void (*copy_cells)(backend *b, const mf_kv_move *moves, uint32_t n);
     // Turns the K rows in all layers of a group by `delta` positions more. Cannot fail.
     void (*rope_cells)(backend *b, const kv_cell_run *runs, uint32_t n, int32_t delta);
+    // [n][row bytes] of K (value = false) or V of a layer, out of or into cells [cell, cell + n).
+    // Cannot fail.
+    void (*get_rows)(const backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
+                     void *rows);
+    void (*put_rows)(backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
+                     const void *rows);
     void (*get_stats)(const backend *b, backend_stats *out);
 } device;
 

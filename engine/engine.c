@@ -47,7 +47,8 @@ static int make_groups(mf_engine *e, const char *rope) {
         while (g < e->n_groups && e->group_window[g] != window) g++;
         if (g == e->n_groups) {
             e->group_window[e->n_groups++] = window;
-            kv_kind_format(e->kinds[g], window, e->kv_format, p->n_head_kv, p->head_dim, rope);
+            kv_kind_format(e->kinds[g], window, e->kv_format, e->kv_widened, p->n_head_kv,
+                           p->head_dim, rope);
         }
         e->layer_group[i] = g;
         e->group_layers[g]++;
@@ -65,17 +66,17 @@ static uint32_t arena_cells(const mf_engine *e, uint32_t window) {
 
 static int make_cache(mf_engine *e, uint32_t cells[KV_MAX_GROUPS]) {
     const device *const dev = e->m->dev;
-    kv_config config = {.n_groups = e->n_groups,
-                        .n_seq = e->n_seq,
-                        .n_batch = e->n_batch,
-                        .can_rope = dev->rope_formats >> e->kv_format & 1};
+    e->kv_config = (kv_config){.n_groups = e->n_groups,
+                               .n_seq = e->n_seq,
+                               .n_batch = e->n_batch,
+                               .can_rope = dev->rope_formats >> e->kv_format & 1};
     for (uint32_t g = 0; g < e->n_groups; g++) {
         const uint32_t window = e->group_window[g];
         cells[g] = arena_cells(e, window);
-        config.groups[g] = (kv_group_spec){
+        e->kv_config.groups[g] = (kv_group_spec){
             .kind = window ? KV_SLIDING : KV_FULL, .window = window, .n_cells = cells[g]};
     }
-    return kv_cache_new(&e->kv, &config);
+    return kv_cache_new(&e->kv, &e->kv_config);
 }
 
 static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t *cells) {
@@ -104,6 +105,7 @@ static int make_backend(mf_engine *e, const mf_engine_options *o, const uint32_t
         .group_cells = cells,
         .n_groups = e->n_groups,
         .kv_format = e->kv_format,
+        .kv_widened = e->kv_widened,
         .n_batch = e->n_batch,
         .n_ctx = e->n_ctx,
         .n_threads = o->n_threads,
@@ -126,12 +128,30 @@ done:
     return status;
 }
 
-// MINFER_CACHE_TYPE is read here, once per engine, and nowhere else.
-static int resolve_format(kv_format *out, const char *requested, const device *dev) {
-    const char *const set = requested ? NULL : getenv("MINFER_CACHE_TYPE");
-    if (set && *set)
-        return kv_format_resolve(out, set, "MINFER_CACHE_TYPE", dev->name, dev->kv_formats);
-    return kv_format_resolve(out, requested, "cache_type", dev->name, dev->kv_formats);
+// MINFER_CACHE_TYPE and MINFER_NO_FUSED_Q8_KV are read here, once per engine, and nowhere else.
+static int resolve_format(mf_engine *e, const char *requested) {
+    const device *const dev = e->m->dev;
+    const char *origin = "cache_type";
+    if (!requested) {
+        const char *const set = getenv("MINFER_CACHE_TYPE");
+        if (set && *set) {
+            requested = set;
+            origin = "MINFER_CACHE_TYPE";
+        }
+    }
+    TRY(kv_format_resolve(&e->kv_format, requested, origin, dev->name, dev->kv_formats));
+    if (e->kv_format != KV_FORMAT_Q8_0) return MF_OK;
+    if (e->m->p.head_dim % KV_PACKED_BLOCK != 0)
+        return fail(MF_UNSUPPORTED,
+                    "%s: q8_0 packs %d elements of a head into a block, and the model's heads have "
+                    "%u; use f16",
+                    origin, KV_PACKED_BLOCK, e->m->p.head_dim);
+    const char *const off = getenv("MINFER_NO_FUSED_Q8_KV");
+    if (!off || !*off || !strcmp(off, "0")) return MF_OK;
+    if (strcmp(off, "1") != 0)
+        return fail(MF_ARG, "MINFER_NO_FUSED_Q8_KV: \"%.40s\"; use 0 or 1", off);
+    e->kv_widened = true;
+    return MF_OK;
 }
 
 int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
@@ -148,7 +168,7 @@ int engine_new(mf_engine **out, mf_model *m, const mf_engine_options *o) {
     int status;
     pthread_mutex_init(&e->lock, NULL);
     atomic_store(&e->lock_pid, getpid());
-    TRY_GOTO(failed, resolve_format(&e->kv_format, o->cache_type, m->dev));
+    TRY_GOTO(failed, resolve_format(e, o->cache_type));
     TRY_GOTO(failed, make_groups(e, choose_factors(e)));
     TRY_GOTO(failed, make_cache(e, cells));
     TRY_GOTO(failed, batch_new(&e->batch, e->n_batch, u32_min(e->n_seq, e->n_batch), e->n_groups));

@@ -16,9 +16,11 @@ struct mf_engine {
     mf_model *m;
     backend *b;
     kv_cache *kv;
+    kv_config kv_config;  // of kv
     batch *batch;
     kv_append *wanted;  // [n_seq] all rows of a call
     kv_format kv_format;
+    bool kv_widened;        // see backend_config
     uint32_t window_modes;  // bit set of the kv_window_modes that may be chosen: the device's
     uint32_t n_ctx, n_seq, n_batch;
     uint32_t n_groups;
@@ -47,6 +49,10 @@ int engine_kv_shift(mf_engine *e, int32_t seq, int32_t p0, int32_t delta);
 int engine_kv_reserve_with_defrag(mf_kv_move **moves, size_t *n_moves, mf_engine *e, int32_t seq,
                                   uint32_t n);
 int engine_kv_defrag(mf_kv_move **moves, size_t *n_moves, mf_engine *e, uint32_t need);
+// engine_session.c: session files.
+int engine_kv_save(mf_engine *e, const char *path, const mf_kv_save_options *o);
+int engine_kv_load(void **host, size_t *n_host, mf_engine *e, const char *path,
+                   const mf_kv_load_options *o);
 // Lets the device do what the cell store asks for.
 void engine_kv_work(mf_engine *e, const kv_work *work);
 

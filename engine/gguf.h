@@ -23,6 +23,8 @@ int gguf_open_memory(mf_gguf **out, const void *bytes, size_t n, const char *nam
 void gguf_retain(mf_gguf *file);
 
 const char *gguf_path(const mf_gguf *file);  // for messages
+// 128 bits of what the file holds: all metadata, the tensor table, samples of every tensor's data.
+void gguf_fingerprint(uint64_t out[2], const mf_gguf *file);
 const gguf_tensor *gguf_find_tensor(const mf_gguf *file,
                                     const char *name);  // NULL if absent; O(log n)
 const gguf_tensor *gguf_tensor_at(const mf_gguf *file, uint64_t index);

@@ -25,9 +25,12 @@ static int group_new(kv_group *group, const kv_group_spec *spec, uint32_t index)
     // Hunks keep the freed cells in runs; half a window leaves enough slack to undo with.
     group->hunk = u32_max(1, u32_min(KV_HUNK, group->window / 2));
     TRY(kv_cells_new(&group->cells, spec->n_cells));
-    if (!sliding) return MF_OK;
     group->needed = mem_alloc(spec->n_cells, sizeof *group->needed);
     return group->needed ? MF_OK : MF_NOMEM;
+}
+
+uint32_t kv_max_gaps(uint32_t n_seq) {
+    return KV_MAP_MAX_SPANS - (32 - (uint32_t)__builtin_clz(n_seq));
 }
 
 int kv_cache_new(kv_cache **out, const kv_config *c) {
@@ -42,9 +45,7 @@ int kv_cache_new(kv_cache **out, const kv_config *c) {
     kv->n_seq = c->n_seq;
     kv->n_batch = c->n_batch;
     kv->can_rope = c->can_rope;
-    // Where rows lie can alone take 1 + floor(log2 n_seq) runs of a read (kv_compact.c); shifts may
-    // use up the others in gaps.
-    kv->max_gaps = KV_MAP_MAX_SPANS - (32 - (uint32_t)__builtin_clz(c->n_seq));
+    kv->max_gaps = kv_max_gaps(c->n_seq);
     while (kv->n_groups < c->n_groups) {
         const uint32_t g = kv->n_groups++;
         TRY_GOTO(fail, group_new(&kv->groups[g], &c->groups[g], g));
@@ -309,6 +310,7 @@ int kv_cache_share(kv_cache *kv, int32_t dst, int32_t src, uint32_t n) {
     for (uint32_t g = 0; g < kv->n_groups; g++) share_part(kv, g, to, from, n);
     memcpy(to->runs, from->runs, from->n_runs * sizeof *from->runs);
     to->n_runs = from->n_runs;
+    to->clean = from->clean;
     kv_seq_cut(to, n);
     return MF_OK;
 }
@@ -341,6 +343,13 @@ int kv_cache_len(uint32_t *rows, const kv_cache *kv, int32_t seq) {
     const kv_seq *const found = kv_find_seq(kv, seq);
     if (!found) return MF_ARG;
     *rows = found->len;
+    return MF_OK;
+}
+
+int kv_cache_clean(uint32_t *rows, const kv_cache *kv, int32_t seq) {
+    const kv_seq *const found = kv_find_seq(kv, seq);
+    if (!found) return MF_ARG;
+    *rows = found->clean;
     return MF_OK;
 }
 
@@ -403,6 +412,14 @@ int kv_cache_stats(kv_stats *out, const kv_cache *kv, uint32_t g) {
 
 const kv_group_spec *kv_cache_group(const kv_cache *kv, uint32_t group) {
     return &kv->groups[group].spec;
+}
+
+void kv_cache_config(kv_config *out, const kv_cache *kv) {
+    *out = (kv_config){.n_groups = kv->n_groups,
+                       .n_seq = kv->n_seq,
+                       .n_batch = kv->n_batch,
+                       .can_rope = kv->can_rope};
+    for (uint32_t g = 0; g < kv->n_groups; g++) out->groups[g] = kv->groups[g].spec;
 }
 
 uint32_t kv_cache_n_groups(const kv_cache *kv) { return kv->n_groups; }

@@ -83,6 +83,9 @@ int kv_cache_defrag(kv_work *work, kv_cache *kv, uint32_t need);
 mf_kv_move *kv_cache_take_moves(kv_cache *kv);
 
 int kv_cache_len(uint32_t *rows, const kv_cache *kv, int32_t seq);
+// Leading rows that equal a plain prefill of their tokens: none was moved, and none has seen a row
+// that was removed since. Whoever has the same tokens may read these rows and no others.
+int kv_cache_clean(uint32_t *rows, const kv_cache *kv, int32_t seq);
 int kv_cache_next_pos(uint32_t *pos, const kv_cache *kv, int32_t seq);
 // Positions of rows [first, first + n).
 int kv_cache_positions(uint32_t *pos, const kv_cache *kv, int32_t seq, uint32_t first, uint32_t n);
@@ -92,6 +95,7 @@ int kv_cache_spans(const mf_kv_span **spans, uint32_t *n, const kv_cache *kv, ui
 int kv_cache_stats(kv_stats *out, const kv_cache *kv, uint32_t group);
 const kv_group_spec *kv_cache_group(const kv_cache *kv, uint32_t group);
 uint32_t kv_cache_n_groups(const kv_cache *kv);
+void kv_cache_config(kv_config *out, const kv_cache *kv);  // what it was made with
 
 // ---- the windows of a batch: what a forward reads and writes ---------------------------------
 

@@ -259,6 +259,7 @@ static int make_edit(kv_work *work, kv_cache *kv, edit *e) {
     for (uint32_t g = 0; g < kv->n_groups; g++) edit_part(kv, g, e);
     seq->len = e->after.len;
     seq->n_runs = e->after.n_runs;
+    seq->clean = e->after.clean;
     memcpy(seq->runs, e->after.runs, sizeof seq->runs);
     for (uint32_t g = 0; g < kv->n_groups; g++) move_rows(kv, g, e);
     kv_work_end(work, kv);

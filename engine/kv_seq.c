@@ -65,12 +65,14 @@ uint32_t kv_seq_fewest_rows(const kv_seq *seq, uint32_t base, uint32_t window) {
 
 void kv_seq_push(kv_seq *seq, uint32_t n) {
     if (seq->n_runs == 0) seq->runs[seq->n_runs++] = (kv_run){0, 0};
+    if (seq->clean == seq->len) seq->clean += n;
     seq->len += n;  // goes on behind the last row, so the last run grows
 }
 
 void kv_seq_cut(kv_seq *seq, uint32_t rows) {
     while (seq->n_runs && seq->runs[seq->n_runs - 1].row >= rows) seq->n_runs--;
     seq->len = rows;
+    seq->clean = u32_min(seq->clean, rows);
 }
 
 void kv_seq_edit(kv_seq *seq, uint32_t i0, uint32_t i1, int32_t delta) {
@@ -88,6 +90,10 @@ void kv_seq_edit(kv_seq *seq, uint32_t i0, uint32_t i1, int32_t delta) {
         seq->runs[seq->n_runs++] = run;
     }
     seq->len = len;
+}
+
+uint32_t kv_seq_clean_rows(const kv_seq *seq) {
+    return seq->n_runs && seq->runs[0].pos == 0 ? run_end_row(seq, 0) : 0;
 }
 
 // ---- spans -----------------------------------------------------------------------------------
@@ -251,6 +257,7 @@ static int check_runs(const kv_seq *seq) {
         if (i + 1 < seq->n_runs && seq->runs[i + 1].pos <= end_pos)
             return broken("runs that touch or overlap", i);
     }
+    if (seq->clean > kv_seq_clean_rows(seq)) return broken("clean rows that moved", seq->clean);
     return MF_OK;
 }
 

@@ -32,6 +32,7 @@ typedef struct kv_part {
 
 typedef struct kv_seq {
     uint32_t len, n_runs;
+    uint32_t clean;                // leading rows that equal a plain prefill of their tokens
     kv_run runs[KV_MAX_RUNS + 1];  // one to spare while an edit is being judged
     kv_part parts[KV_MAX_GROUPS];
 } kv_seq;
@@ -54,6 +55,8 @@ void kv_seq_cut(kv_seq *seq, uint32_t rows);
 // Rows [i0, i1) go, later ones move by delta positions, which keeps the order. May leave one run
 // more than KV_MAX_RUNS.
 void kv_seq_edit(kv_seq *seq, uint32_t i0, uint32_t i1, int32_t delta);
+// Rows that lie where a plain prefill puts them: at most these are clean.
+uint32_t kv_seq_clean_rows(const kv_seq *seq);
 
 static inline const mf_kv_span *kv_part_spans(const kv_part *part) {
     return part->n_spans ? part->memory + part->first : part->memory;  // no arithmetic on NULL

@@ -14,7 +14,7 @@ typedef struct kv_group {
     uint32_t window;  // KV_WHOLE_WINDOW: full
     uint32_t hunk;    // most rows of one eviction
     kv_cells cells;
-    uint32_t *needed;  // [n_cells] of a sliding group: room to count in, all zero between calls
+    uint32_t *needed;  // [n_cells]: room to count in, all zero between calls
     uint64_t compactions, generation;
     kv_plan *plan;  // the memory of a regroup, NULL if none has been asked for
 } kv_group;
@@ -40,6 +40,9 @@ struct kv_cache {
 };
 
 // ---- kv_cache.c ----
+// Most gaps between the positions of a sequence. Where rows lie can alone take
+// 1 + floor(log2 n_seq) runs of a read (kv_compact.c); shifts may use up the others.
+uint32_t kv_max_gaps(uint32_t n_seq);
 kv_seq *kv_find_seq(const kv_cache *kv, int32_t seq);  // NULL after MF_ARG
 int kv_find_group(const kv_cache *kv, uint32_t group);
 // Of a call that gives work: there is none yet; all of it is in kv->moves and kv->roped.

@@ -48,10 +48,10 @@ size_t kv_format_row_bytes(kv_format format, uint32_t width) {
     return 0;
 }
 
-void kv_kind_format(char out[KV_KIND_BYTES], uint32_t window, kv_format format, uint32_t n_head_kv,
-                    uint32_t head_dim, const char *rope) {
+void kv_kind_format(char out[KV_KIND_BYTES], uint32_t window, kv_format format, bool widened,
+                    uint32_t n_head_kv, uint32_t head_dim, const char *rope) {
     char group[24] = "full";
     if (window) snprintf(group, sizeof group, "sliding-%u", window);
-    snprintf(out, KV_KIND_BYTES, "%s/%s/kv%ux%u%s%s", group, names[format], n_head_kv, head_dim,
-             rope ? "/" : "", rope ? rope : "");
+    snprintf(out, KV_KIND_BYTES, "%s/%s/kv%ux%u%s%s%s", group, names[format], n_head_kv, head_dim,
+             rope ? "/" : "", rope ? rope : "", widened ? "/widened" : "");
 }

@@ -284,6 +284,36 @@ int mf_kv_spans(size_t *n, mf_kv_span *spans, size_t capacity, mf_engine *engine
 // Walks every invariant; MF_INTERNAL names the broken one.
 int mf_kv_check(mf_engine *engine);
 
+// ---- sessions --------------------------------------------------------------------------------
+
+typedef struct mf_kv_save_options {
+    size_t size;
+    const int32_t *seqs;  // [n_seqs], each once; NULL: all that have rows
+    size_t n_seqs;
+    const void *host_state;  // [host_bytes] what the caller wants to find again beside the rows
+    size_t host_bytes;
+    uint64_t *progress;  // optional, [2]: bytes done so far, and in all; read them atomically
+} mf_kv_save_options;
+
+typedef struct mf_kv_load_options {
+    size_t size;
+    const int32_t *seqs;  // [n_seqs] where the file's sequences go, in their order; NULL: where
+                          // they were
+    size_t n_seqs;
+    uint64_t *progress;  // optional, [2], as above: of the verification, which comes first
+} mf_kv_load_options;
+
+// Writes sequences with their rows, positions and sharing to a file (docs/session-format.md). The
+// file is replaced as a whole: whenever the process is stopped, the old or the new one is there.
+int mf_kv_save(mf_engine *engine, const char *path, const mf_kv_save_options *options);
+// Verifies the whole file, then replaces the sequences it names; they go on bit for bit. Another
+// model, format, n_ctx or device, and any damaged byte, is refused (MF_FORMAT names what differs),
+// with nothing changed; so is a file whose rows do not fit (MF_KV_FULL). *host_state [*host_bytes]
+// is freed with mf_kv_host_free. The file is mapped meanwhile: do not truncate it.
+int mf_kv_load(void **host_state, size_t *host_bytes, mf_engine *engine, const char *path,
+               const mf_kv_load_options *options);
+void mf_kv_host_free(void *host_state);
+
 // ---- sampling --------------------------------------------------------------------------------
 
 typedef struct mf_sampling {

@@ -329,6 +329,7 @@ int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
     m->refs = 1;
     m->file = file;
     m->dev = dev;
+    gguf_fingerprint(m->fingerprint, file);
     gguf_retain(file);
     int status;
     TRY_GOTO(failed, model_params_read(&m->p, file));

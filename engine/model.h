@@ -37,6 +37,7 @@ struct mf_model {
     weight **weights;                            // all of them, once each
     uint32_t n_weights;
     uint64_t weight_bytes, n_params;
+    uint64_t fingerprint[2];  // gguf_fingerprint
 };
 
 int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options);

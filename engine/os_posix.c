@@ -1,6 +1,6 @@
-// Owns the system calls of file mapping. Refuses everything that is not a regular file: a FIFO
-// would block, a device has no size. Invariant: no descriptor outlives a call, a mapping needs
-// none.
+// Owns file mapping, and the words for what the system refuses. Refuses everything that is not a
+// regular file: a FIFO would block, a device has no size. Invariant: no descriptor outlives a call,
+// a mapping needs none.
 #define _DEFAULT_SOURCE
 #include "os_posix.h"
 
@@ -12,6 +12,7 @@
 #include <unistd.h>
 
 #include "error.h"
+#include "os_calls.h"
 
 enum { PATH_TAIL = 160, REASON_BYTES = 96 };
 
@@ -23,53 +24,54 @@ const char *os_path_tail(const char *path) {
     return tail;
 }
 
-static int refused(const char *what, const char *path, int error, const char *note) {
+int os_refused(const char *what, const char *path, int error, const char *note) {
     char reason[REASON_BYTES];
     if (strerror_r(error, reason, sizeof reason)) reason[0] = '\0';
     return fail(MF_IO, "%s: cannot %s: %s (error %d)%s", os_path_tail(path), what, reason, error,
                 note);
 }
 
-static int require_regular(const struct stat *st, const char *path) {
-    if (S_ISREG(st->st_mode)) return MF_OK;
-    const char *kind = S_ISDIR(st->st_mode)    ? "a folder"
-                       : S_ISFIFO(st->st_mode) ? "a FIFO"
-                       : S_ISSOCK(st->st_mode) ? "a socket"
-                       : S_ISCHR(st->st_mode)  ? "a character device"
-                                               : "a block device";
+int os_require_regular(mode_t mode, const char *path) {
+    if (S_ISREG(mode)) return MF_OK;
+    const char *kind = S_ISDIR(mode)    ? "a folder"
+                       : S_ISFIFO(mode) ? "a FIFO"
+                       : S_ISSOCK(mode) ? "a socket"
+                       : S_ISCHR(mode)  ? "a character device"
+                                        : "a block device";
     return fail(MF_IO, "%s: is %s; give the path of a regular file", os_path_tail(path), kind);
 }
 
 int os_map_open(os_map *out, const char *path, const char *note) {
     // Asked before the open, which for a device may already do something, and again after it,
     // because the name may have come to mean another file in between.
+    const os_calls *sys = os_calls_now();
     struct stat st;
-    if (stat(path, &st)) return refused("open", path, errno, note);
-    TRY(require_regular(&st, path));
+    if (sys->stat(&st, AT_FDCWD, path, 0)) return os_refused("open", path, errno, note);
+    TRY(os_require_regular(st.st_mode, path));
     int fd;
     do {
-        fd = open(path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY);
+        fd = sys->open(AT_FDCWD, path, O_RDONLY | O_CLOEXEC | O_NONBLOCK | O_NOCTTY, 0);
     } while (fd < 0 && errno == EINTR);
-    if (fd < 0) return refused("open", path, errno, note);
+    if (fd < 0) return os_refused("open", path, errno, note);
 
     int status = MF_OK;
-    if (fstat(fd, &st)) {
-        status = refused("examine", path, errno, note);
+    if (sys->fstat(&st, fd)) {
+        status = os_refused("examine", path, errno, note);
         goto done;
     }
-    TRY_GOTO(done, require_regular(&st, path));
+    TRY_GOTO(done, os_require_regular(st.st_mode, path));
     const size_t size = (size_t)st.st_size;
     const void *bytes = "";
     if (size) {
-        bytes = mmap(NULL, size, PROT_READ, MAP_PRIVATE, fd, 0);
+        bytes = sys->map(size, fd);
         if (bytes == MAP_FAILED) {
-            status = refused("map", path, errno, note);
+            status = os_refused("map", path, errno, note);
             goto done;
         }
     }
     *out = (os_map){.bytes = bytes, .size = size};
 done:
-    close(fd);
+    sys->close(fd);
     return status;
 }
 

@@ -1,6 +1,9 @@
-// Layer 0: what the library asks of the operating system about files. Reading only, by mapping.
+// Layer 0: what the library asks of the operating system about files it reads, by mapping them;
+// os_file.h writes.
 #ifndef MF_OS_POSIX_H
 #define MF_OS_POSIX_H
+
+#include <sys/types.h>
 
 #include "base.h"
 
@@ -18,5 +21,9 @@ void os_map_forget(const void *p, size_t n);
 
 // The end of `path`, at most 160 bytes: long paths must not push the cause out of an error line.
 const char *os_path_tail(const char *path);
+// MF_IO: "PATH: cannot WHAT: REASON (error N)NOTE" for an errno.
+int os_refused(const char *what, const char *path, int error, const char *note);
+// MF_IO for the st_mode of what is no regular file, saying what it is.
+int os_require_regular(mode_t mode, const char *path);
 
 #endif

@@ -179,14 +179,107 @@ static void check_truth(const cpu_kernels *s, uint64_t *rng) {
     expect_near("quantize's neg_half", 0.0, q.neg_half[0] + q.neg_half[1], -sum, 0.0);
 }
 
+// ---- KV rows ---------------------------------------------------------------------------------
+
+enum { ROW_BYTES = MAX_N * 4 };
+
+typedef struct row_buffers {
+    float x[MAX_N], back[2][MAX_N + 2 * GUARD];
+    uint8_t row[2][ROW_BYTES + 2 * GUARD];
+} row_buffers;
+
+static void report_row(const char *isa, const char *what, int format, uint32_t n) {
+    printf("FAILED %s %s of %s rows, n %u\n", isa, what, kv_format_name((kv_format)format), n);
+    failures++;
+}
+
+// Stores random elements and reads them back; then reads any bytes.
+static void check_rows(const cpu_kernels *c, const cpu_kernels *s, uint64_t *rng) {
+    static row_buffers m;
+    const uint32_t n = KV_BLOCK * (1 + check_below(rng, MAX_N / KV_BLOCK));
+    const bool special = check_below(rng, 2);
+    fill(m.x, MAX_N, rng, special);
+    const float size = check_below(rng, 3) ? 1.0f : ldexpf(1.0f, (int)check_below(rng, 60) - 30);
+    for (uint32_t i = 0; i < n; i++) m.x[i] *= size;
+    for (int format = 0; format < KV_FORMAT_COUNT; format++) {
+        const uint32_t len = format == KV_FORMAT_Q8_0 ? n : n - check_below(rng, KV_BLOCK);
+        memset(m.row, 0x55, sizeof m.row);
+        s->kv_store[format](m.row[0] + GUARD, m.x, len);
+        c->kv_store[format](m.row[1] + GUARD, m.x, len);
+        if (memcmp(m.row[0], m.row[1], sizeof m.row[0])) report_row(c->name, "store", format, len);
+        for (int any = 0; any < 2; any++) {
+            memset(m.back, 0x55, sizeof m.back);
+            s->kv_load[format](m.back[0] + GUARD, m.row[0] + GUARD, len);
+            c->kv_load[format](m.back[1] + GUARD, m.row[0] + GUARD, len);
+            for (int e = 0; e < 2; e++)  // of rows that no store made, any NaN
+                for (int i = 0; i < MAX_N + 2 * GUARD; i++)
+                    if (m.back[e][i] != m.back[e][i]) m.back[e][i] = NAN;
+            if (memcmp(m.back[0], m.back[1], sizeof m.back[0]))
+                report_row(c->name, any ? "load of any" : "load", format, len);
+            for (int i = 0; i < ROW_BYTES; i++) m.row[0][GUARD + i] = (uint8_t)check_rand(rng);
+        }
+    }
+}
+
+// The nearest f16, by its definition: a multiple of 2^-24 or of 2^-10 of the power of two below.
+static double nearest_f16(double x) {
+    if (x != x) return x;
+    const int unit = fabs(x) < 0x1p-14 ? -24 : ilogb(x) - 10;
+    const double near = ldexp(nearbyint(ldexp(x, -unit)), unit);
+    return fabs(near) > 65504.0 ? copysign((double)INFINITY, x) : near;
+}
+
+// What scalar rows mean, against doubles.
+static void check_rows_truth(const cpu_kernels *s, uint64_t *rng) {
+    for (int trial = 0; trial < 2000; trial++) {
+        float x[KV_BLOCK], back[KV_BLOCK];
+        uint8_t row[4 * KV_BLOCK];
+        fill(x, KV_BLOCK, rng, true);
+        if (trial % 2)
+            x[0] = ldexpf(1.0f + 0x1p-11f * (float)check_below(rng, 8192), trial % 60 - 40);
+        s->kv_store[KV_FORMAT_F16](row, x, KV_BLOCK);
+        s->kv_load[KV_FORMAT_F16](back, row, KV_BLOCK);
+        for (int i = 0; i < KV_BLOCK; i++) {
+            const float want = (float)nearest_f16(x[i]);
+            if (memcmp(&want, back + i, 4) == 0 || (want != want && back[i] != back[i])) continue;
+            printf("FAILED scalar f16: %a is stored as %a, must be %a\n", (double)x[i],
+                   (double)back[i], (double)want);
+            failures++;
+            return;
+        }
+        fill(x, KV_BLOCK, rng, trial % 4 == 0);
+        const float size = ldexpf(1.0f, trial % 50 - 30);
+        double top = 0.0;
+        for (int i = 0; i < KV_BLOCK; i++) {
+            x[i] *= size;
+            top = x[i] == x[i] ? fmax(top, fabs((double)x[i])) : (double)INFINITY;
+            if (top == (double)INFINITY) break;
+        }
+        s->kv_store[KV_FORMAT_Q8_0](row, x, KV_BLOCK);
+        s->kv_load[KV_FORMAT_Q8_0](back, row, KV_BLOCK);
+        const double d = nearest_f16((float)top / 127.0f);
+        for (int i = 0; i < KV_BLOCK; i++) {
+            const bool lost = !(d <= 65504.0);
+            const double error = fabs(back[i] - x[i]), bound = 0.501 * d + fabs(127 * d - top);
+            if (lost ? back[i] != back[i] : d == 0.0 ? back[i] == 0.0f : error <= bound) continue;
+            printf("FAILED scalar q8_0: %a of a block up to %a is stored as %a\n", (double)x[i],
+                   top, (double)back[i]);
+            failures++;
+            return;
+        }
+    }
+}
+
 int check_ops(const cpu_kernels *candidate, const cpu_kernels *scalar, uint64_t seed) {
     uint64_t rng = seed;
     failures = 0;
     check_truth(scalar, &rng);
+    check_rows_truth(scalar, &rng);
     for (int i = 0; i < TRIALS && failures < 20; i++) {
         check_elementwise(candidate, scalar, &rng);
         check_rope(candidate, scalar, &rng);
         check_quantize(candidate, scalar, &rng);
+        check_rows(candidate, scalar, &rng);
     }
     return failures;
 }

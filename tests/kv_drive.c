@@ -7,6 +7,8 @@
 //   defrag_reserve seq n   (these give [0, moves, roped, delta])
 //   can {seq n}...   trim seq n   free seq   share dst src n   reserve seq n
 //   window group modes {seq n}...   cells group seq first n   order scratch {src dst n group}...
+//   dump seq...            (sections as hex, then [row, cell, len] of each group)
+//   load section... into seq...   (one section and one for each group; [row, cell, len] as above)
 //   state
 #include <inttypes.h>
 #include <stdio.h>
@@ -15,9 +17,10 @@
 #include <unistd.h>
 
 #include "../engine/alloc.h"
+#include "../engine/kv_image.h"
 #include "../engine/kv_store.h"
 
-enum { MAX_ITEMS = 512, MAX_ROWS = 1 << 16, MAX_LINE = 1 << 16, MAX_SECONDS = 60 };
+enum { MAX_ITEMS = 512, MAX_ROWS = 1 << 16, MAX_LINE = 1 << 18, MAX_SECONDS = 60 };
 
 static kv_cache *kv;
 static kv_append items[MAX_ITEMS];
@@ -95,14 +98,15 @@ static void print_group(uint32_t g) {
            s.generation);
 }
 
-// [len, next_pos, max_trim, positions, spans of each group, [cell, len] held in each group]
+// [len, next_pos, max_trim, positions, spans of each group, [cell, len] held in each group, clean]
 static void print_seq(uint32_t s) {
     static uint32_t positions[MAX_ROWS];
     const int32_t seq = (int32_t)s;
-    uint32_t len = 0, pos = 0, trim = 0, n = 0;
+    uint32_t len = 0, pos = 0, trim = 0, clean = 0, n = 0;
     kv_cache_len(&len, kv, seq);
     kv_cache_next_pos(&pos, kv, seq);
     kv_cache_max_trim(&trim, kv, seq);
+    kv_cache_clean(&clean, kv, seq);
     printf("%s[%u,%u,%u,[", comma(s), len, pos, trim);
     if (len <= MAX_ROWS && !kv_cache_positions(positions, kv, seq, 0, len))
         for (uint32_t i = 0; i < len; i++) printf("%s%u", comma(i), positions[i]);
@@ -121,7 +125,7 @@ static void print_seq(uint32_t s) {
             printf("%s[%u,%u]", comma(i - part->held_first), part->held[i].cell, part->held[i].len);
         printf("]");
     }
-    printf("]]");
+    printf("],%u]", clean);
 }
 
 // [status of kv_cache_check, stats of each group, sequences]
@@ -179,6 +183,69 @@ static void order(void) {
     }
     if (!answer(kv_moves_order(&ordered, moves, n, scratch))) print_moves(ordered.at, ordered.n);
     kv_moves_free(&ordered);
+}
+
+static uint32_t read_seqs(int32_t *seqs) {
+    uint32_t n = 0;
+    for (const char *word; n < MAX_ITEMS && (word = strtok(NULL, separators)); n++)
+        seqs[n] = (int32_t)strtoll(word, NULL, 10);
+    return n;
+}
+
+static void print_row_runs(const kv_image *image) {
+    for (uint32_t g = 0; g < image->n_groups; g++) {
+        const kv_image_group *const group = &image->groups[g];
+        printf(",[");
+        for (uint32_t i = 0; i < group->n_runs; i++)
+            printf("%s[%u,%u,%u]", comma(i), group->runs[i].row, group->runs[i].cell,
+                   group->runs[i].len);
+        printf("]");
+    }
+}
+
+static void dump(void) {
+    static int32_t seqs[MAX_ITEMS];
+    const uint32_t n = read_seqs(seqs);
+    kv_image *image = NULL;
+    if (answer(kv_image_make(&image, kv, seqs, n))) return;
+    for (uint32_t i = 0; i <= image->n_groups; i++) {
+        const size_t bytes = kv_image_size(image, i);
+        uint8_t *const section = mem_alloc(bytes, 1);
+        kv_image_encode(section, image, i);
+        printf(",\"");
+        for (size_t k = 0; k < bytes; k++) printf("%02x", section[k]);
+        printf("\"");
+        mem_free(section);
+    }
+    print_row_runs(image);
+    kv_image_free(image);
+}
+
+static unsigned digit(char c) { return (unsigned)(c <= '9' ? c - '0' : c - 'a' + 10); }
+
+static void load(void) {
+    static int32_t into[MAX_ITEMS];
+    kv_bytes sections[1 + KV_MAX_GROUPS] = {0};
+    uint8_t *memory[1 + KV_MAX_GROUPS] = {0};
+    kv_config config;
+    kv_cache_config(&config, kv);
+    for (uint32_t i = 0; i <= config.n_groups; i++) {
+        const char *const hex = strtok(NULL, separators);
+        if (!hex) exit(2);
+        const size_t n = strlen(hex) / 2;
+        memory[i] = mem_alloc(n, 1);
+        for (size_t k = 0; k < n; k++)
+            memory[i][k] = (uint8_t)(digit(hex[2 * k]) << 4 | digit(hex[2 * k + 1]));
+        sections[i] = (kv_bytes){memory[i], n};
+    }
+    strtok(NULL, separators);  // "into"
+    const uint32_t n = read_seqs(into);
+    kv_image *image = NULL;
+    int status = kv_image_decode(&image, &config, sections);
+    if (!status) status = kv_image_load(kv, image, into, n);
+    if (!answer(status)) print_row_runs(image);
+    kv_image_free(image);
+    for (uint32_t i = 0; i <= config.n_groups; i++) mem_free(memory[i]);
 }
 
 static bool is(const char *name, const char *call) { return !strcmp(name, call); }
@@ -249,6 +316,10 @@ int main(void) {
             cells();
         } else if (is(name, "state")) {
             state();
+        } else if (is(name, "dump")) {
+            dump();
+        } else if (is(name, "load")) {
+            load();
         } else if (!worked(name) && !plain(name)) {
             return 2;
         }

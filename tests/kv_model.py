@@ -4,7 +4,8 @@ It fixes which calls are accepted, what every row contains afterwards and what e
 C store is right when, driven with the same calls, it accepts and refuses the same ones and holds
 the same contents (test_kv_model.py). WHERE rows lie is not fixed: `_take`, `_evict`'s ties and
 `_compact` are one good policy, and the law says that no answer depends on it. The model is ahead of
-C: it also defines load and dump, and recurrent groups.
+C: it also defines recurrent groups. An image's row numbers are free, too; C's are those of
+kv_image.py.
 
 A row's content is Row(token, ropes, ctx): the token; the position it was roped at, followed by
 every re-rope since (their sum is its position now, so a missed, doubled or merged re-rope shows);

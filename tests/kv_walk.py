@@ -5,6 +5,7 @@ answers.
 import pickle
 import random
 
+import kv_image
 import kv_model as kv
 
 STATUS = {"KV_ARG": 1, "KV_NO_ROPE": 4, "KV_FULL": 9, "KV_GONE": 10, "KV_RANGE": 11,
@@ -16,15 +17,15 @@ BAD_POSITIONS = [-1, -(1 << 31), (1 << 31) - 1, kv.POS_MAX, kv.POS_MAX - 1]
 
 WEIGHTS = {   # how often a walk makes each call
     "mixed": dict(append=32, can=6, trim=10, free=3, share=14, rm=12, shift=10, reserve=4,
-                  defrag_reserve=3, defrag=4, cells=6, window=3),
+                  defrag_reserve=3, defrag=4, cells=6, window=3, dump=5, load=7),
     "tight": dict(append=28, can=10, trim=4, free=1, share=12, rm=18, shift=26, reserve=1,
-                  defrag_reserve=1, defrag=1, cells=2, window=1),
+                  defrag_reserve=1, defrag=1, cells=2, window=1, dump=2, load=5),
     "shred": dict(append=12, can=2, trim=2, free=1, share=6, rm=30, shift=3, reserve=2,
-                  defrag_reserve=2, defrag=2, cells=1, window=6),
+                  defrag_reserve=2, defrag=2, cells=1, window=6, dump=4, load=4),
     "gaps": dict(append=3, can=1, trim=1, free=0, share=4, rm=4, shift=80, reserve=1,
-                 defrag_reserve=1, defrag=1, cells=1, window=2),
+                 defrag_reserve=1, defrag=1, cells=1, window=2, dump=3, load=3),
     "crowd": dict(append=36, can=3, trim=4, free=14, share=10, rm=4, shift=2, reserve=3,
-                  defrag_reserve=2, defrag=2, cells=1, window=2),
+                  defrag_reserve=2, defrag=2, cells=1, window=2, dump=3, load=5),
 }
 
 
@@ -34,8 +35,9 @@ class Walk:
     def __init__(self, seed):
         self.rng = rng = random.Random(seed)
         self.kind = rng.choices(list(WEIGHTS), [7, 8, 4, 2, 1])[0]
-        self.steps = {"mixed": 100, "tight": 170, "shred": 120, "gaps": 140, "crowd": 90}[self.kind]
-        self.calls, self.opening = [], []
+        self.steps = {"mixed": 105, "tight": 200, "shred": 120, "gaps": 140, "crowd": 90}[self.kind]
+        self.calls, self.opening, self.images = [], [], []
+        self.image = None                   # of the last dump, or load
         self.model = getattr(self, "_" + self.kind)()
 
     def _mixed(self):
@@ -337,6 +339,87 @@ class Walk:
     def _call_window(self):
         """Windows of rows that are not fresh; the comparison is check_windows'."""
         return (), lambda: None
+
+    def some(self, most):
+        """Different sequences."""
+        n_seq = self.model.n_seq
+        n = min(most, self.rng.choice([1, 1, 2, n_seq, self.rng.randint(0, n_seq)]))
+        return self.rng.sample(range(n_seq), n)
+
+    def _bad(self, ids):
+        """Now and then a sequence that is not there, or one twice."""
+        if ids and self.rng.random() < .05:
+            ids[self.rng.randrange(len(ids))] = self.rng.choice(BAD_SEQS)
+        elif ids and self.rng.random() < .05:
+            ids.append(ids[0])
+        return ids
+
+    def _call_dump(self):
+        ids = self._bad(self.some(self.model.n_seq))
+        return ids, self._dump, ids
+
+    def _dump(self, ids):
+        if len(set(ids)) < len(ids) or not all(0 <= s < self.model.n_seq for s in ids):
+            self._refuse("KV_ARG")
+        self.image = kv_image.image_of(self.model, ids)
+        self.images = [*self.images[-3:], self.image]
+
+    def _call_load(self):
+        """Something that was dumped before, or that a store with more room made."""
+        kept = [i for i in self.images if self.rng.random() < .5]
+        self.image = image = self.rng.choice(kept) if kept else self._donated()
+        n = len(image["seqs"])
+        into = self.rng.sample(range(self.model.n_seq), n)
+        if self.rng.random() < .3 and all(s < self.model.n_seq for s in image["seqs"]):
+            into = list(image["seqs"])
+        into = self._bad(into)
+        if self.rng.random() < .03:
+            into = into[:-1] if self.rng.random() < .5 else [*into, 0]
+        return ([*kv_image.encode(image, self.model.groups), "into", *into],
+                self._load, image, into)
+
+    def _load(self, image, into):
+        if len(set(into)) < len(into) or len(into) != len(image["seqs"]):
+            self._refuse("KV_ARG")
+        for s in into:
+            self.model._seq(s)
+        self.image = kv_image.renamed(image, into)
+        self.model.load(self.image, {s: [] for s in into})
+
+    def _donated(self):
+        """An image from a store with room for everything: much of it is stale."""
+        rng, n_seq = self.rng, self.model.n_seq
+        most = max(2, min(self.model.size[g] for g in self.model.attention))
+        donor = kv.Store(self.model.groups, 8 * most, n_seq, 8 * most, sliding_cells=8 * most)
+        names = rng.sample(range(n_seq), min(n_seq, rng.choice([1, 2, 2, 3])))
+        rows = rng.choice([rng.randint(1, most) // len(names), most // 2, most])
+        if len(names) > 1 and rng.random() < .3:        # more shared rows than a window keeps
+            donor.append([(names[0], (0,) * (most - 1))])
+            rows = rng.randint(1, 4)
+        for s in names:
+            try:
+                self._write(donor, s, rng.choice(names), rows)
+            except kv.KvError:                          # an edit before let stale rows go
+                pass
+        return kv_image.image_of(donor, names)
+
+    def _write(self, store, s, src, rows):
+        """Something for sequence s, shared with src or not."""
+        rng, q, length = self.rng, store.seqs[s], len(store.seqs[src].pos)
+        if not q.pos and s != src and length and rng.random() < .7:
+            store.share(s, src, rng.choice([length, rng.randint(1, length)]))
+            rows = min(rows, 8)
+        if rng.random() < .8:
+            n = rng.randint(1, rows + 1)
+            store.append([(s, tuple(rng.randrange(9) for _ in range(n)))])
+        for _ in range(rng.choice([0, 0, 1, 3]) if self.model.rope else 0):
+            p = rng.choice(q.pos or [0])
+            if rng.random() < .6:
+                store.rm(s, p, p + 1)
+            else:
+                store.shift(s, p, rng.randint(1, 3))
+        if rng.random() < .4:
+            store.trim(s, rng.randint(0, store.max_trim(s)))
 
     def queries(self):
         """[(sequence, n)] whose last n rows still have their windows in every group."""

@@ -22,6 +22,8 @@ typedef struct shape {
     uint32_t n_head, n_head_kv, head_dim, n_rot;
     bool interleaved;
     uint32_t cells[GROUPS], window;
+    kv_format format;
+    bool widened;
 } shape;
 
 static inline uint32_t width_of(const shape *s) { return s->n_head_kv * s->head_dim; }
@@ -53,7 +55,8 @@ static inline backend *open_backend(const shape *s, uint32_t threads, const char
                               .layer_rope = layer_rope,
                               .group_cells = s->cells,
                               .n_groups = GROUPS,
-                              .kv_format = KV_FORMAT_F32,
+                              .kv_format = s->format,
+                              .kv_widened = s->widened,
                               .n_batch = BATCH,
                               .n_ctx = 256,
                               .n_threads = threads,
@@ -76,13 +79,21 @@ static inline void *claim(size_t bytes) {
 }
 
 // Region i is K of layer i/2, or V if i is odd.
-static inline float *region_of(const backend *b, uint32_t i) {
+static inline uint8_t *region_of(const backend *b, uint32_t i) {
     const kv_regions *r = cpu_regions(b);
-    return (float *)(void *)(i % 2 ? r->v : r->k)[i / 2];
+    return (i % 2 ? r->v : r->k)[i / 2];
 }
 
-static inline size_t region_floats(const shape *s, uint32_t i) {
-    return ((size_t)s->cells[layer_group[i / 2]] + 1) * width_of(s);
+static inline size_t row_bytes(const shape *s) {
+    return kv_format_row_bytes(s->format, width_of(s));
+}
+
+static inline size_t region_rows(const shape *s, uint32_t i) {
+    return (size_t)s->cells[layer_group[i / 2]] + 1;
+}
+
+static inline size_t region_bytes(const shape *s, uint32_t i) {
+    return region_rows(s, i) * row_bytes(s);
 }
 
 // ---- graphs that store and read --------------------------------------------------------------

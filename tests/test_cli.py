@@ -76,7 +76,6 @@ def test_one_line_for_an_error(command):
 
 def test_refusals_are_errors_too(tiny_path):
     for args in (
-        ("run", tiny_path, "hi", "--cache-type", "f16"),
         ("run", tiny_path, "hi", "--temp", "nan"),
         ("run", tiny_path, "hi", "--top-p", "7"),
         ("run", tiny_path, "hi", "--top-p", "0"),

@@ -9,6 +9,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "../engine/engine.h"
 #include "model_test.h"
 
 enum { VOCAB = 40, MAX_TOKENS = 4000 };
@@ -356,6 +357,36 @@ static void test_law(mf_model *model) {
     }
 }
 
+// A device that reads or turns fewer formats: refused by name, at the load or at the edit.
+static void test_poor_device(mf_model *model) {
+    const device *const dev = model->dev;
+    device poor = *dev;
+    poor.name = "poor";
+    poor.kv_formats = 1 << KV_FORMAT_F32 | 1 << KV_FORMAT_F16;
+    poor.rope_formats = 1 << KV_FORMAT_F32;
+    model->dev = &poor;
+    mf_engine_options o = small();
+    mf_engine *e = NULL;
+    o.cache_type = "q8_0";
+    check(mf_engine_new(&e, model, &o) == MF_UNSUPPORTED &&
+              strstr(mf_last_error(), "the poor device does not read a q8_0 cache"),
+          "q8_0: %s", mf_last_error());
+    o.cache_type = "f16";
+    check(!mf_engine_new(&e, model, &o), "f16: %s", mf_last_error());
+    must_feed(e, 0, 0, 10, NULL);
+    check(mf_kv_shift(e, 0, 8, 2) == MF_UNSUPPORTED && mf_kv_rm(e, 0, 7, 8) == MF_UNSUPPORTED &&
+              strstr(mf_last_error(), "trim sequence 0 or free it"),
+          "edits: %s", mf_last_error());
+    check(length(e, 0) == 10, "%u rows", length(e, 0));
+    check(!mf_kv_trim(e, 0, 1), "trim: %s", mf_last_error());
+    must_feed(e, 0, 9, 1, one);
+    mf_kv_free(e, 0);
+    must_feed(e, 0, 0, 10, two);
+    check(!memcmp(one, two, sizeof one), "logits after refused edits");
+    mf_engine_free(e);
+    model->dev = dev;
+}
+
 int main(void) {
     unsetenv("MINFER_ISA");
     unsetenv("MINFER_CACHE_TYPE");
@@ -375,6 +406,7 @@ int main(void) {
     test_fork_while_computing(model);
     test_modes(&b, model);
     test_locale(&b, model);
+    test_poor_device(model);
     mf_model_free(model);
     check(mem_alive() == alive, "%zu allocations left", mem_alive() - alive);
     free(b.bytes);

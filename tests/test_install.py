@@ -83,6 +83,13 @@ def test_a_program_on_the_public_abi(prefix, tiny_path, tmp_path, linking):
             expected.append(int(np.argmax(engine.forward_cached(expected[-1:]))))
     assert list(map(int, printed.split())) == expected
 
+    saved = tmp_path / "decode.kv"  # the same in three processes
+    parts = [
+        run(program, "-s", saved, tiny_path, n, *ids, env=environment)
+        for n, ids in ((5, IDS), (1, ()), (6, ()))
+    ]
+    assert list(map(int, " ".join(parts).split())) == expected
+
     refused = subprocess.run(
         [program, "absent.gguf", "1", "1"], env=environment, capture_output=True, text=True
     )

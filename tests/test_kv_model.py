@@ -1,7 +1,8 @@
 """The C cell store against its specification (kv_model.py): the same random calls, good and bad, to
 both. After each call the statuses are equal, and so are lengths, positions, max_trim, live rows,
 cells used, shared and reserved, stale rows, and the CONTENT of every live row: a mirror of C's
-arenas is kept here, in which rows are stored, moved and roped exactly as C's answers say.
+arenas is kept here, in which rows are stored, moved and roped exactly as C's answers say. Dumps are
+the bytes that follow from the model alone; loads bring images of earlier states and other stores.
 
 Where rows lie is C's own affair; spans, statistics, windows and promises are checked against the
 cells C itself reports. A refused call must leave all of its state as it was.
@@ -21,6 +22,7 @@ from pathlib import Path
 
 import pytest
 
+import kv_image
 import kv_model as kv
 from kv_walk import STATUS, Walk, random_moves
 
@@ -97,7 +99,7 @@ class CStore(Driver):
         check, *rest = json.loads(self.text)
         assert check == 0, f"kv_cache_check: {rest}"
         self.stats, seqs = rest
-        self.rows = [s[:4] for s in seqs]               # len, next_pos, max_trim, positions
+        self.rows = [[*s[:4], s[6]] for s in seqs]      # len, next_pos, max_trim, positions, clean
         self.spans = [[[tuple(x) for x in g] for g in s[4]] for s in seqs]
         self.held = [[[c + i for c, n in g for i in range(n)] for g in s[5]] for s in seqs]
         self.cells = [[cells_of(g) for g in s] for s in self.spans]
@@ -122,8 +124,9 @@ class CStore(Driver):
 def check_state(c, model):
     """All that must be equal, and all that must fit together in what C says of its own cells."""
     for s, q in enumerate(model.seqs):
-        want = [len(q.pos), kv.next_pos(q.pos), model.max_trim(s), q.pos]
-        assert c.rows[s] == want, f"sequence {s}: len, next_pos, max_trim, positions {c.rows[s]}"
+        want = [len(q.pos), kv.next_pos(q.pos), model.max_trim(s), q.pos, q.clean]
+        assert c.rows[s] == want, f"sequence {s}: len, next_pos, max_trim, positions, clean " \
+                                  f"{c.rows[s]}, not {want}"
         for g in model.attention:
             pos, cells = q.pos[q.base[g]:], c.cells[s][g]
             assert [p + i for p, _, n in c.spans[s][g] for i in range(n)] == pos, \
@@ -209,14 +212,18 @@ def compare(walk, c, seen):
     status, rest = c.change(name, *args)
     assert status == want, f"status {status} {rest}, not {want}"
     seen[name, status] += 1
-    if status or name in ("can", "cells"):
+    if status or name in ("can", "cells", "dump"):
         assert c.text == text, "a call that changes nothing changed something"
         if name == "cells" and not status:
             g, s, first, n = args
             at = first - model.seqs[s].base[g]
             assert rest[0] == c.cells[s][g][at:at + n], "cells of a store"
+        elif name == "dump" and not status:
+            check_dump(c, walk, rest)
         return
-    if rest:                                            # the calls that give work
+    if name == "load":
+        load_rows(c, walk, rest, seen)
+    elif rest:                                            # the calls that give work
         c.work(*rest)
         for g in model.attention:
             moved = [m for m in rest[0] if m[3] == g]
@@ -237,11 +244,52 @@ def compare(walk, c, seen):
                 c.mem[g][c_cell] = model.mem[g][cell]
     check_state(c, model)
     check_promise(c, model, name, args)
+    if name == "load":
+        check_saved_again(c, walk)
     if items:
         check_windows(c, model, items, seen)
     for g in model.attention:
         seen["lost rows", 0] += any(q.base[g] for q in model.seqs)
         seen["shared rows", 0] += any(r > 1 for r in model.refs[g])
+
+
+def check_dump(c, walk, rest):
+    """The bytes that follow from the model alone; and the rows lie where C says."""
+    n = len(c.size) + 1
+    assert rest[:n] == kv_image.encode(walk.image, walk.model.groups), "the bytes of an image"
+    for g, (rows, _) in walk.image["groups"].items():
+        found = {row + i: cell + i for row, cell, k in rest[n + g] for i in range(k)}
+        assert list(found) == list(range(len(rows))), "every row once, in the order of the numbers"
+        assert [c.mem[g][cell] for cell in found.values()] == rows, "rows of an image"
+
+
+def load_rows(c, walk, rest, seen):
+    """The device copies each row that was kept to the cell that C gave it."""
+    for g, (rows, parts) in walk.image["groups"].items():
+        found = {row + i: cell + i for row, cell, k in rest[g] for i in range(k)}
+        bases = {s: walk.model.seqs[s].base[g] for s in parts}
+        kept = kv_image.kept_numbers(walk.image, g, bases)
+        assert list(found) == kept, f"rows {list(found)} of group {g} are loaded, not {kept}"
+        for number, cell in found.items():
+            c.mem[g][cell] = rows[number]
+        shared = sum(len(numbers) for _, numbers in parts.values()) > len(rows)
+        others = any(q.pos for s, q in enumerate(walk.model.seqs) if s not in parts)
+        seen["load of shared rows", 0] += shared
+        seen["load beside others", 0] += others and bool(rows)
+        seen["lean load", 0] += len(kept) < len(rows)
+        seen["lean load of shared rows", 0] += shared and len(kept) < len(rows)
+        seen["load in pieces", 0] += len(rest[g]) > len(parts)
+
+
+def check_saved_again(c, walk):
+    """What was loaded is saved as the same bytes, but for the rows that were left out."""
+    model, image, ids = walk.model, walk.image, list(walk.image["seqs"])
+    again = kv_image.encode(kv_image.image_of(model, ids), model.groups)
+    [(status, rest)] = c.call(["dump", *ids])
+    assert not status and rest[:len(again)] == again, "the bytes of what was loaded"
+    if all(model.seqs[s].base[g] == base for g, (_, parts) in image["groups"].items()
+           for s, (base, _) in parts.items()):
+        assert again == kv_image.encode(image, model.groups), "save(load(x)) is not x"
 
 
 def check_promise(c, model, name, args):
@@ -301,6 +349,8 @@ def test_the_walk_reaches_every_answer():
         "shift moves, full": [0], "shift moves, sliding": [0],
         "append regrouped": [0], "defrag regrouped": [0], "defrag moves, full": [0],
         "defrag moves, sliding": [0], "defrag_reserve moves, full": [0],
+        "dump": [0, 1], "load": [0, 1, 9], "load of shared rows": [0], "load beside others": [0],
+        "lean load": [0], "lean load of shared rows": [0], "load in pieces": [0],
     }
     rare = {(name, status): seen[name, status] for name, statuses in answers.items()
             for status in statuses if seen[name, status] < 8}

@@ -36,7 +36,7 @@ static void read_rows(const reader *d, float *out, const row_list *seqs, uint32_
     static mf_kv_span spans[2][BATCH * 4];
     backend *b = open_backend(d->s, threads, NULL);
     for (uint32_t i = 0; i < 2 * LAYERS; i++)  // what is not read may be anything
-        memset(region_of(b, i), 0xff, region_floats(d->s, i) * sizeof(float));
+        memset(region_of(b, i), 0xff, region_bytes(d->s, i));
     for (uint32_t i = 0; i < n_seqs; i++) store_rows(b, d->store, d->in, &seqs[i], seqs[i].n - n);
     batch_clear(d->in);
     for (uint32_t i = 0; i < n_seqs; i++) {
@@ -75,20 +75,25 @@ static row_list scattered(int32_t seq, const row_list *like, int32_t step, int32
 
 static void compare(const reader *d, const char *what, const row_list *a, uint32_t n_seqs,
                     const row_list *b, uint32_t n, kv_window_mode mode) {
-    static float want[BATCH * 64], got[BATCH * 64];
+    static float want[BATCH * 128], got[BATCH * 128];
     const size_t bytes = (size_t)n_seqs * n * d->s->n_head * d->s->head_dim * sizeof(float);
     memset(want, 0, bytes);
     memset(got, 0x55, bytes);
     read_rows(d, want, a, n_seqs, n, KV_WINDOW_RUNS, 1);
     read_rows(d, got, b, n_seqs, n, mode, 1 + n % MAX_THREADS);
-    CHECK(!memcmp(want, got, bytes) && want[0] == want[0], "%s: window %u, %u queries, mode %d",
-          what, d->s->window, n, (int)mode);
+    CHECK(!memcmp(want, got, bytes) && want[0] == want[0], "%s: %s, window %u, %u queries, mode %d",
+          what, kv_format_name(d->s->format), d->s->window, n, (int)mode);
 }
 
 static void test_modes(void) {
     static const uint32_t windows[] = {1, 5, 64, 100, UINT32_MAX};
-    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
-        const shape s = {4, 2, 16, 16, false, {600, 600}, windows[i]};
+    enum { WAYS = KV_FORMAT_COUNT + 1 };  // and packed rows read as floats
+    for (size_t i = 0; i < WAYS * sizeof windows / sizeof *windows; i++) {
+        const uint32_t window = windows[i / WAYS];
+        const bool widened = i % WAYS == KV_FORMAT_COUNT;
+        const kv_format format = widened ? KV_FORMAT_Q8_0 : (kv_format)(i % WAYS);
+        const uint32_t head_dim = format == KV_FORMAT_Q8_0 ? 32 : 16;
+        const shape s = {4, 2, head_dim, 16, false, {600, 600}, window, format, widened};
         tables t = load_tables(&s);
         reader d = {.s = &s, .in = new_batch(), .store = make_graph(&s, &t, KV_WINDOW_MODES)};
         for (uint32_t m = 0; m < KV_WINDOW_MODES; m++) d.read[m] = make_graph(&s, &t, m);
@@ -102,14 +107,14 @@ static void test_modes(void) {
             compare(&d, "scattered", &plain, 1, &strewn, n, KV_WINDOW_RUNS);
         }
         // Positions jump or rows lie elsewhere from row 100 on, which some windows do not see.
-        if (windows[i] <= 5) {
+        if (window <= 5) {
             const row_list gap = in_order(0, 150, 100, 90, 200, 20);
             const row_list gap_strewn = scattered(0, &gap, 2, 7);
             compare(&d, "after a gap", &gap_strewn, 1, &gap, 40, KV_WINDOW_RANGE);
             const row_list wrapped = in_order(0, 150, 100, 0, 200, 20);
             compare(&d, "wrapped", &plain, 1, &wrapped, 40, KV_WINDOW_RANGE);
         }
-        if (windows[i] == UINT32_MAX) {  // the first row is not at position 0
+        if (window == UINT32_MAX) {  // the first row is not at position 0
             const row_list late = in_order(0, 150, 0, 70, 0, 30);
             const row_list late_strewn = scattered(0, &late, 2, 7);
             compare(&d, "a gap first", &late_strewn, 1, &late, 40, KV_WINDOW_RANGE);
@@ -119,7 +124,7 @@ static void test_modes(void) {
         row_list pair_strewn[] = {scattered(0, &pair[0], 2, 400), scattered(1, &pair[1], 3, 8)};
         compare(&d, "two", pair, 2, pair, BATCH / 2, KV_WINDOW_RANGE);
         compare(&d, "two scattered", pair, 2, pair_strewn, BATCH / 2, KV_WINDOW_RUNS);
-        if (windows[i] == 1)
+        if (window == 1)
             compare(&d, "each alone", pair, 2, pair_strewn, BATCH / 2, KV_WINDOW_RANGE);
         for (uint32_t m = 0; m < KV_WINDOW_MODES; m++) graph_free(d.read[m]);
         graph_free(d.store);
@@ -130,7 +135,7 @@ static void test_modes(void) {
 
 // A graph of one mode with a batch of another is refused, not misread.
 static void test_mismatch(void) {
-    const shape s = {4, 2, 16, 16, false, {60, 60}, UINT32_MAX};
+    const shape s = {4, 2, 16, 16, false, {60, 60}, UINT32_MAX, KV_FORMAT_F32, false};
     tables t = load_tables(&s);
     batch *in = new_batch();
     const row_list r = in_order(0, 8, 8, 0, 0, 0);

@@ -2,7 +2,8 @@
 
 Each test computes a sequence the plainest way (alone, one call, one thread) and again with something
 physical changed, and compares all bytes. The tiny models have a window of 8 and prompts many times
-that long, so rows leave the window and their cells are used again.
+that long, so rows leave the window and their cells are used again. All of it in every KV format,
+which MINFER_CACHE_TYPE says to all engines of a test.
 """
 
 import numpy as np
@@ -13,14 +14,23 @@ import minfer
 
 ISAS = [isa for isa in ("scalar", "avx2", "avx512", "neon", "dotprod") if isa in minfer.isas()]
 TINY = [("gemma3", "Q4_K"), ("gemma2", "Q6_K"), ("llama", "F16"), ("phi3", "Q5_0"), ("olmo2", "MXFP4")]
+FORMATS = list(minfer.KvFormat)
 MATES = [3, 17, 40]  # lengths of the other sequences in a batch
+
+
+@pytest.fixture(scope="module", params=FORMATS)
+def cache_type(request):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("MINFER_CACHE_TYPE", request.param)
+        yield request.param
 
 
 @pytest.fixture(scope="module", params=TINY, ids="-".join)
 def tiny(request, tmp_path_factory):
     arch, weights = request.param
     path = tmp_path_factory.mktemp("law") / f"{arch}.gguf"
-    overrides = {"n_embd": 256, "n_ff": 256} if weights.endswith("_K") else {}
+    # Heads of 32 or 64, which q8_0 can pack.
+    overrides = {"n_embd": 256, "n_ff": 256} if weights.endswith("_K") else {"head_dim": 32}
     tinymodels.write(path, arch=arch, weight_type=weights, **overrides)
     return path
 
@@ -48,9 +58,10 @@ def equal(a, b):
 
 
 @pytest.fixture(scope="module")
-def plain(tiny):
+def plain(tiny, cache_type):
     """(path, tokens, their last logits the plainest way)."""
     with minfer.load(tiny, n_ctx=256, n_batch=128, threads=1) as engine:
+        assert engine.kv_format == cache_type
         tokens = some_tokens(100, engine.n_vocab)
         return tiny, tokens, feed(engine, tokens)
 
@@ -151,6 +162,33 @@ def test_graph_reused_and_rebuilt(plain):
         assert (stats.graph_builds, stats.graph_reuses) == (2, len(tokens))
 
 
+def edited(engine, tokens, chunk=None, src=None):
+    """40 tokens, then two are cut and what follows is moved on by three, then the others. With
+    `src` the first 40 are that sequence's, which keeps them."""
+    feed(engine, tokens[:40], chunk, src or 0)
+    if src:
+        engine.kv.share(0, src, 40)
+    engine.kv.rm(0, 36, 38)
+    engine.kv.shift(0, 37, 3)
+    engine.kv.check()
+    return feed(engine, tokens[40:], chunk)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_edits(plain, isa):
+    """Rows that an edit moves are turned and stored again, shared ones as copies."""
+    path, tokens, unedited = plain
+    with minfer.load(path, n_ctx=256, n_batch=128, threads=1) as engine:
+        expected = edited(engine, tokens)
+    assert not equal(expected, unedited)
+    with minfer.load(path, n_ctx=256, n_seq=2, n_batch=64, threads=2, isa=isa) as engine:
+        assert equal(edited(engine, tokens, 5), expected)
+        engine.kv.free(0)
+        assert equal(edited(engine, tokens, 64, src=1), expected)
+        engine.kv.defrag(0)
+        assert equal(feed(engine, tokens[40:], seq=1), unedited)  # whose rows nobody changed
+
+
 def test_the_comparison_can_fail(plain):
     path, tokens, expected = plain
     other = tokens.copy()
@@ -162,7 +200,7 @@ def test_the_comparison_can_fail(plain):
 
 
 @pytest.fixture(scope="module")
-def real(demo_path, goldens):
+def real(demo_path, goldens, cache_type):
     """(path, tokens, last logits the plainest way) of a prompt longer than the window."""
     tokens = np.array(goldens["story_700"]["ids"], np.int32)
     return demo_path, tokens, forward(demo_path, tokens, n_ctx=1024, n_batch=1024)

@@ -81,9 +81,11 @@ class Tiny(Setup):
     def __init__(self, model, cache_type, team, folder):
         self.model, self.cache_type, self.team = model, cache_type, team
         self.pos_end = model.pos_end
-        self.path = folder / f"{model.name}.gguf"
+        packed = cache_type == "q8_0"  # which is in blocks of 32
+        self.path = folder / f"{model.name}{'-packed' if packed else ''}.gguf"
         if not self.path.exists():
-            tinymodels.write(self.path, model.arch, **model.overrides)
+            overrides = {"head_dim": 32} if packed else {}
+            tinymodels.write(self.path, model.arch, **overrides, **model.overrides)
         # A longrope model takes its factors by n_ctx: the replay's is on the same side.
         self.n_rows = 512 if model.pos_end < POS_MAX else 700
 
@@ -159,7 +161,8 @@ def test_machine(folder):
     start, number = time.monotonic(), FIRST_SEED
     while SEEN["steps"] < STEPS or (missing() and SEEN["steps"] < 5 * STEPS):
         model = MODELS[number % len(MODELS)]
-        team, cache_type = TEAMS[number % len(TEAMS)], FORMATS[number % len(FORMATS)]
+        team = TEAMS[number // len(FORMATS) % len(TEAMS)]
+        cache_type = FORMATS[number % len(FORMATS)]
         done, seconds = SEEN["steps"], time.monotonic() - start
         print(f"{done} steps, {seconds:.0f} s; seed {number}: {model.name} {cache_type} {team}")
         run(Tiny(model, cache_type, team, folder), number, PROGRAM, PROGRAMS)

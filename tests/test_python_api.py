@@ -181,9 +181,11 @@ def test_formats():
     for unknown in ("f8", "F32", "", "f32 "):
         with pytest.raises(ValueError, match="f32, f16, q8_0"):
             minfer.KvFormat.parse(unknown)
-    for refused in ("f16", "q8_0"):
-        with pytest.raises(minfer.UnsupportedError, match=refused):
-            minfer.resolve_format(refused, device="cpu")
+    for name in ("f16", "q8_0"):
+        assert minfer.resolve_format(name, device="cpu") is minfer.KvFormat(name)
+    for unknown in ("f8", "F16", "q8_0 "):
+        with pytest.raises(minfer.ArgumentError, match="f32, f16 or q8_0"):
+            minfer.resolve_format(unknown, device="cpu")
 
 
 def test_cache_type_of_python_and_c_agree(tiny_path, monkeypatch):

@@ -2,41 +2,28 @@
 
 import argparse
 import hashlib
+import io
 import json
 import os
 import stat
 import sys
 import types
 
-import gguf
-import numpy as np
+import chatmodel
 import pytest
-import tinymodels
 
 import minfer
 from minfer import demo
 from minfer.tools import bench, cli, render
-from minfer.tools.run import Talk
+from minfer.tools.run import conversation
 
 TURNS = ["hello there", "and then?", "good night"]
-TEMPLATE = (
-    "{{ bos_token }}{% for m in messages %}[{{ m.role }}]\n{{ m.content }}{{ eos_token }}\n"
-    "{% endfor %}{% if add_generation_prompt %}[assistant]\n{% endif %}"
-)
 
 
 @pytest.fixture(scope="module", params=["llama", "gemma3"])
 def chat_path(request, tmp_path_factory):
     """A tiny model with a chat template, without and with windows."""
-    folder = tmp_path_factory.mktemp("talk")
-    reader = gguf.GGUFReader(tinymodels.write(folder / "base.gguf", request.param))
-    writer = gguf.GGUFWriter(folder / f"{request.param}.gguf", request.param)
-    tinymodels._copy_metadata(writer, reader)
-    writer.add_chat_template(TEMPLATE)
-    for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
-    tinymodels._finish(writer)
-    return folder / f"{request.param}.gguf"
+    return chatmodel.write(tmp_path_factory.mktemp("talk"), request.param)
 
 
 def arguments(**changes):
@@ -86,7 +73,7 @@ def next_logits(path, rows):
 
 def test_three_turns_with_a_template(chat_path, monkeypatch):
     with minfer.load(chat_path) as engine:
-        talk, rows = Talk(engine, arguments()), Rows(engine, monkeypatch)
+        talk, rows = conversation(engine, arguments()), Rows(engine, monkeypatch)
         messages, before = [], []
         for turn, text in enumerate(TURNS):
             messages.append({"role": "user", "content": text})
@@ -113,7 +100,7 @@ def test_three_turns_with_a_template(chat_path, monkeypatch):
 
 def test_three_turns_without_a_template(chat_path, monkeypatch):
     with minfer.load(chat_path) as engine:
-        talk, rows = Talk(engine, arguments(no_template=True)), Rows(engine, monkeypatch)
+        talk, rows = conversation(engine, arguments(no_template=True)), Rows(engine, monkeypatch)
         wanted = []
         for text in TURNS:
             ids = engine.tokenizer.encode(text, add_bos=not wanted)
@@ -129,7 +116,8 @@ def test_three_turns_without_a_template(chat_path, monkeypatch):
 @pytest.mark.parametrize("no_template", [False, True])
 def test_no_template_changes_the_tokens(chat_path, monkeypatch, no_template):
     with minfer.load(chat_path) as engine:
-        talk, rows = Talk(engine, arguments(no_template=no_template)), Rows(engine, monkeypatch)
+        talk = conversation(engine, arguments(no_template=no_template))
+        rows = Rows(engine, monkeypatch)
         "".join(talk.answer("hello"))
         plain = engine.tokenizer.encode("hello")
         message = [{"role": "user", "content": "hello"}]
@@ -144,27 +132,27 @@ def test_an_answer_that_the_model_ended_leaves_nothing_to_append(chat_path, monk
         rows = Rows(engine, monkeypatch)
         for seed in range(60):
             engine.kv.free(0)
-            talk = Talk(engine, arguments(no_template=True, n=60, seed=seed, temp=3.0))
+            talk = conversation(engine, arguments(no_template=True, n=60, seed=seed, temp=3.0))
             "".join(talk.answer("hello"))
             finished.add(talk.finish)
             said = engine.tokenizer.encode("hello") + talk.ids
             assert talk.pending == ([] if talk.finish == "end" else talk.ids[-1:])
-            talk.args.n = 1
+            talk.max_tokens = 1
             "".join(talk.answer("on"))
             assert rows.ids == said + engine.tokenizer.encode("on", add_bos=False)
     assert finished == {"end", "length"}, "both must have been seen"
 
 
-def test_a_full_cache_ends_a_conversation(chat_path, capsys, monkeypatch):
+def test_a_full_cache_makes_room_for_the_next_turn(chat_path, capsys, monkeypatch):
     def converse(n_ctx, turns):
-        monkeypatch.setattr("sys.stdin", types.SimpleNamespace(isatty=lambda: False))
-        monkeypatch.setattr("minfer.tools.run._turns", lambda first: iter(turns))
+        monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(turns)))
         status = cli.main(["chat", str(chat_path), "-n", "8", "--n-ctx", str(n_ctx)])
         return status, capsys.readouterr()
 
     status, (out, err) = converse(70, TURNS * 9)
-    assert status == 0 and out and err.count("decoded") < len(TURNS) * 9
-    assert err.endswith("the context of 70 tokens is full; raise --n-ctx\n")
+    assert status == 0 and out and err.count("decoded") == len(TURNS) * 9
+    lines = [line for line in err.splitlines() if "decoded" not in line]
+    assert lines and all("the context of 70 tokens is full: the oldest" in line for line in lines)
     status, (out, err) = converse(16, ["hello there"])
     assert (status, out) == (1, "")
     with minfer.load(chat_path) as engine:

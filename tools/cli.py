@@ -139,7 +139,9 @@ def _add_engine(command: argparse.ArgumentParser) -> None:
 
 def _add_device(command: argparse.ArgumentParser) -> None:
     command.add_argument(
-        "--cache-type", choices=list(minfer.KvFormat), help="format of the KV cache"
+        "--cache-type",
+        choices=[str(name) for name in minfer.KvFormat],
+        help="format of the KV cache",
     )
     command.add_argument("--threads", type=_positive, metavar="N", help="default: one per core")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
@@ -163,6 +165,11 @@ def _add_run(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=_natural, default=0, metavar="S", help="of the sampler (0)")
     command.add_argument(
         "--no-template", action="store_true", help="do not use the model's chat template"
+    )
+    command.add_argument(
+        "--session",
+        metavar="FILE",
+        help="of a conversation: goes on with it, and saves it at the end (the cache in FILE.kv)",
     )
 
 

@@ -1,12 +1,18 @@
 """minfer run and minfer chat: a streamed answer to one prompt, or a conversation."""
 
+import contextlib
 import json
+import os
+import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import minfer
 from minfer.tools import render
+from minfer.tools.conversation import Conversation, read_history
+
+INTERRUPTED = 130  # exit status
 
 
 def main(args) -> int:
@@ -15,12 +21,20 @@ def main(args) -> int:
     if prompt is None and not args.cnv:
         if sys.stdin.isatty():
             args.cnv = True
-        else:
+        elif args.session is None:
             prompt = sys.stdin.read().removesuffix("\n")
     if args.cnv and args.json:
         args.usage_error("--json is for one answer; give a prompt and leave --cnv out")
+    if args.session is not None and not args.cnv:
+        args.usage_error("--session is for a conversation; add --cnv")
+    if args.session == "":
+        args.usage_error("--session needs the name of a file")
     if prompt is not None:
         _require_utf8(prompt)
+    history = None
+    if args.session is not None:
+        history = read_history(args.session)
+        _require_folder(args.session)
     with render.Bar(f"loading {args.model}") as bar:
         engine = minfer.load(
             args.model,
@@ -35,82 +49,34 @@ def main(args) -> int:
             " model was trained for; beyond them its answers get worse"
         )
     with engine:
-        talk = Talk(engine, args)
-        if args.cnv:
-            return _converse(talk, prompt)
-        return _answer_once(talk, prompt, args)
+        talk = conversation(engine, args)
+        if not args.cnv:
+            return _answer_once(talk, prompt, args)
+        if history is not None:
+            talk.restore(args.session, history)
+        return Chat(talk, args.session).run(prompt)
 
 
-class Talk:
-    """A conversation in sequence 0. With a chat template every turn is rendered anew and the rows
-    that still agree are kept; without one, turns are appended as plain text."""
-
-    def __init__(self, engine: minfer.Engine, args) -> None:
-        self.engine = engine
-        self.args = args
-        self.template = None if args.no_template else engine.chat_template
-        self.messages: list[dict[str, str]] = []
-        self.rows: list[int] = []  # tokens of the rows that the sequence holds
-        self.ids: list[int] = []  # tokens of the last answer
-        self.pending: list[int] = []  # those of them that have no row yet
-        self.finish: str | None = None
-
-    def answer(self, text: str) -> Iterator[str]:
-        """Pieces of the answer to the next turn. KvFullError: the turn does not fit."""
-        tokens = self._next_tokens(text)
-        args, before = self.args, self.rows[:]
-        pieces = self.engine.generate(
-            tokens,
-            max_tokens=args.n,
+def conversation(engine: minfer.Engine, args) -> Conversation:
+    """An empty one, as the arguments want it."""
+    return Conversation(
+        engine,
+        dict(
             temperature=args.temp,
             top_k=args.top_k,
             top_p=args.top_p,
             min_p=args.min_p,
             repeat_penalty=args.repeat_penalty,
             seed=args.seed,
-        )
-        said = ""
-        try:
-            with render.Bar(f"reading {len(tokens)} tokens"):
-                piece = self._first(pieces, len(before) + len(tokens))
-            while piece:
-                said += piece
-                yield piece
-                piece = next(pieces, "")
-        finally:
-            self.ids, self.pending, self.finish = pieces.ids, pieces.pending, pieces.finish
-            self.rows = (before + tokens + pieces.ids)[: self.engine.kv.len(0)]
-            self.messages.append({"role": "assistant", "content": said})
-
-    def _first(self, pieces: minfer.Generation, n_tokens: int) -> str:
-        try:
-            return next(pieces, "")
-        except minfer.KvFullError:
-            raise minfer.KvFullError(
-                f"the prompt has {n_tokens} tokens, the context {self.engine.n_ctx}; raise --n-ctx"
-            ) from None
-
-    def _next_tokens(self, text: str) -> list[int]:
-        self.messages.append({"role": "user", "content": text})
-        if self.template is None:
-            return self.pending + self.engine.tokenizer.encode(text, add_bos=not self.rows)
-        wanted = self.template.encode(self.engine.tokenizer, self.messages)
-        keep = _common_prefix(self.rows, wanted[:-1])
-        drop = len(self.rows) - keep
-        if drop > self.engine.kv.max_trim(0):
-            self.engine.kv.free(0)
-            keep = 0
-        elif drop:
-            self.engine.kv.trim(0, drop)
-        self.rows = wanted[:keep]
-        return wanted[keep:]
+        ),
+        args.n,
+        use_template=not args.no_template,
+        notice=render.say,
+        reading=lambda n: render.Bar(f"reading {n} tokens"),
+    )
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
-
-
-def _answer_once(talk: Talk, prompt: str, args) -> int:
+def _answer_once(talk: Conversation, prompt: str, args) -> int:
     text, status = "", 0
     try:
         for piece in talk.answer(prompt):
@@ -118,7 +84,7 @@ def _answer_once(talk: Talk, prompt: str, args) -> int:
             if not args.json:
                 print(render.printable(piece), end="", flush=True)
     except KeyboardInterrupt:
-        talk.finish, status = "interrupted", 130
+        talk.finish, status = "interrupted", INTERRUPTED
     if args.json:
         print(json.dumps(_report(talk, text)))
     else:
@@ -129,31 +95,128 @@ def _answer_once(talk: Talk, prompt: str, args) -> int:
     return status
 
 
-def _converse(talk: Talk, prompt: str | None) -> int:
-    """Ends where the turns do, or where the context is full: then no turn fits any more."""
-    for text in _turns(prompt):
-        if not text.strip():
-            continue
-        _require_utf8(text)
-        first = not talk.rows
+HELP = """\
+/help         these lines
+/save [FILE]  write the conversation to FILE and its cache to FILE.kv
+/reset        forget all but the system prompt
+/undo         take the last exchange back
+/context      how full the context is
+/exit         end, as Ctrl-D does"""
+
+
+class Chat:
+    """Turns and commands from stdin. `path`: of the session, written at the end; None: no session.
+
+    On a terminal Ctrl-C ends an answer; at the prompt, and where stdin is none, the chat."""
+
+    def __init__(self, talk: Conversation, path: str | None) -> None:
+        self.talk = talk
+        self.path = path
+        self.on_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._commands: dict[str, Callable[[str], None]] = {
+            "/help": lambda rest: render.say(HELP),
+            "/save": self._save,
+            "/reset": lambda rest: talk.reset(),
+            "/undo": self._undo,
+            "/context": self._context,
+        }
+
+    def run(self, prompt: str | None) -> int:
+        """`prompt`: the first turn, if given. Returns the exit status."""
+        status = 0
         try:
-            for piece in talk.answer(text):
-                print(render.printable(piece), end="", flush=True)
+            for text in _turns(prompt, self.talk if self.on_terminal else None):
+                if prompt is None and text.startswith("/"):
+                    command, _, rest = text.strip().partition(" ")
+                    if command in ("/exit", "/quit"):
+                        break
+                    self._obey(command, rest.strip())
+                elif text.strip():
+                    self._turn(text)
+                prompt = None
+        except KeyboardInterrupt:
+            status = INTERRUPTED
+        finally:
+            if self.path is not None:
+                self._write(self.path)
+        return status
+
+    def _turn(self, text: str) -> None:
+        talk = self.talk
+        try:
+            _require_utf8(text)
+            with contextlib.closing(talk.answer(text)) as pieces:
+                for piece in pieces:
+                    print(render.printable(piece), end="", flush=True)
         except KeyboardInterrupt:
             print()
             _summary(talk.engine)
-            return 130
-        except minfer.KvFullError:
-            if first:
+            if not self.on_terminal:
                 raise
-            talk.finish = "full"
-        else:
-            print()
-            _summary(talk.engine)
+            return
+        except minfer.Error as error:
+            if not self.on_terminal:
+                raise
+            render.say(" ".join(str(error).split()))
+            return
+        print()
+        _summary(talk.engine)
         if talk.finish == "full":
             _say_full(talk.engine)
-            break
-    return 0
+
+    def _obey(self, command: str, rest: str) -> None:
+        if command not in self._commands:
+            render.say(f"{command} is no command; /help lists them")
+            return
+        try:
+            self._commands[command](rest)
+        except (minfer.Error, OSError) as error:
+            render.say(" ".join(str(error).split()))
+
+    def _save(self, path: str) -> None:
+        """Where no session has been named, the file becomes it."""
+        target = path or self.path
+        if target is None:
+            render.say("no file: use /save FILE")
+            return
+        if target != self.path:
+            read_history(target)  # another kind of file is refused, not replaced
+        self._write(target)
+        self.path = self.path or target
+        render.say(f"saved {_exchanges(self.talk)} to {target}")
+
+    def _write(self, path: str) -> None:
+        """Not interrupted: a second Ctrl-C would leave a history and the cache of another."""
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            with render.Bar(f"saving {path}"):
+                self.talk.save(path)
+        finally:
+            signal.signal(signal.SIGINT, before or signal.SIG_DFL)
+
+    def _undo(self, rest: str) -> None:
+        if not self.talk.undo():
+            render.say("nothing to take back")
+
+    def _context(self, rest: str) -> None:
+        talk = self.talk
+        render.say(
+            f"{len(talk.rows)} of {talk.engine.n_ctx} rows in use; {_exchanges(talk)},"
+            f" {talk.n_dropped} no longer in the context;"
+            f" session: {self.path or 'none (/save FILE makes one)'}"
+        )
+
+
+def _exchanges(talk: Conversation) -> str:
+    n = talk.n_exchanges
+    return f"{n} exchange" if n == 1 else f"{n} exchanges"
+
+
+def _require_folder(path: str) -> None:
+    """Better now than after a long conversation."""
+    folder = os.path.dirname(os.path.abspath(path))
+    if not os.path.isdir(folder) or not os.access(folder, os.W_OK | os.X_OK):
+        raise minfer.FileError(f"{path}: no file can be made in {folder}; name another")
 
 
 def _require_utf8(prompt: str) -> None:
@@ -171,17 +234,20 @@ def _say_full(engine: minfer.Engine) -> None:
     render.say(f"the context of {engine.n_ctx} tokens is full; raise --n-ctx")
 
 
-def _turns(first: str | None) -> Iterator[str]:
-    """What the person says: `first` if given, then lines until Ctrl-D or the end of stdin."""
+def _turns(first: str | None, talk: Conversation | None) -> Iterator[str]:
+    """What the person says: `first` if given, then lines until Ctrl-D or the end of stdin. With
+    line editing if `talk` is given; it begins with what was said in it."""
     if first is not None:
         yield first
-    if not sys.stdin.isatty():
+    if talk is None:
         for line in sys.stdin:
             yield line.removesuffix("\n")
         return
     from prompt_toolkit import PromptSession
+    from prompt_toolkit.history import InMemoryHistory
 
-    session: PromptSession[str] = PromptSession()
+    said = [message["content"] for message in talk.messages if message["role"] == "user"]
+    session: PromptSession[str] = PromptSession(history=InMemoryHistory(said))
     while True:
         try:
             yield session.prompt("> ")
@@ -209,7 +275,7 @@ def _summary(engine: minfer.Engine) -> None:
     render.say(f"[{', '.join(parts)}]")
 
 
-def _report(talk: Talk, text: str) -> dict[str, Any]:
+def _report(talk: Conversation, text: str) -> dict[str, Any]:
     engine = talk.engine
     return {
         "model": engine.metadata.path,

@@ -38,7 +38,10 @@ typedef struct run {
     const cpu_kernels *k;
     const attn_batch *b;
     uint32_t group, block, n_units, n_threads;
-    uint8_t *threads;  // per thread: kernel scratch, then the state of a block
+    bool packed;        // rows are read packed
+    uint32_t n_tokens;  // of all sequences, from the first token of the first
+    act_q8 queries;     // [n_tokens][n_head * head_dim] if packed, one token after the other
+    uint8_t *threads;   // per thread: kernel scratch, the state of a block, floats of a tile
     size_t thread_bytes;
     uint32_t *first_unit;  // [n_seqs + 1]
     split *splits;         // [n_splits]
@@ -72,18 +75,31 @@ static void state_clear(const attn_state *s, size_t n_rows, uint32_t head_dim) {
 
 static size_t max_splits(uint32_t n_threads) { return (size_t)SPLIT_UNITS * n_threads; }
 
-static size_t thread_bytes(uint32_t group, uint32_t head_dim) {
-    return align64(ATTN_SCRATCH_BYTES) +
-           align64(state_floats(max_rows(group), head_dim) * sizeof(float));
+static size_t block_state_bytes(uint32_t group, uint32_t head_dim) {
+    return align64(state_floats(max_rows(group), head_dim) * sizeof(float));
+}
+
+static size_t thread_bytes(uint32_t group, uint32_t head_dim, bool widened) {
+    const size_t tile = widened ? (size_t)2 * ATTN_TILE * head_dim * sizeof(float) : 0;
+    return align64(ATTN_SCRATCH_BYTES) + block_state_bytes(group, head_dim) + align64(tile);
+}
+
+// Quantised queries of n_tokens tokens.
+static size_t queries_bytes(uint32_t n_tokens, uint32_t n_head, uint32_t head_dim) {
+    const size_t blocks = (size_t)n_tokens * n_head * head_dim / ACT_BLOCK;
+    return align64(blocks * ACT_BLOCK) + 2 * align64(blocks * 4) + align64(blocks * 8);
 }
 
 // All but the kept states, which get the rest.
-static size_t fixed_bytes(uint32_t n_threads, uint32_t n_seqs, uint32_t group, uint32_t head_dim) {
-    const size_t splits = max_splits(n_threads);
-    return n_threads * thread_bytes(group, head_dim) +
-           align64(state_floats(splits * SPLIT_ROWS, head_dim) * sizeof(float)) +
+static size_t fixed_bytes(const attn_limits *l) {
+    const size_t splits = max_splits(l->n_threads);
+    const uint32_t group = l->n_head / l->n_head_kv;
+    const bool packed = l->format == KV_FORMAT_Q8_0 && !l->widened;
+    return l->n_threads * thread_bytes(group, l->head_dim, l->widened) +
+           align64(state_floats(splits * SPLIT_ROWS, l->head_dim) * sizeof(float)) +
            align64(splits * sizeof(split)) + align64((splits + 1) * sizeof(uint32_t)) +
-           align64(((size_t)n_seqs + 1) * sizeof(uint32_t));
+           align64(((size_t)l->n_batch + 1) * sizeof(uint32_t)) +
+           (packed ? queries_bytes(l->n_batch, l->n_head, l->head_dim) : 0);
 }
 
 size_t attn_scratch_bytes(const attn_limits *l) {
@@ -92,8 +108,7 @@ size_t attn_scratch_bytes(const attn_limits *l) {
     const size_t rows = decode > KEEP_MAX   ? KEEP_MAX
                         : decode < KEEP_MIN ? KEEP_MIN
                                             : (size_t)decode;
-    return fixed_bytes(l->n_threads, l->n_batch, group, l->head_dim) +
-           align64(state_floats(rows, l->head_dim) * sizeof(float));
+    return fixed_bytes(l) + align64(state_floats(rows, l->head_dim) * sizeof(float));
 }
 
 static void *take(uint8_t **at, size_t bytes) {
@@ -111,11 +126,20 @@ static uint32_t unit_lo(const attn_batch *b, const unit *u) {
 
 static uint32_t unit_hi(const unit *u) { return u->seq->pos0 + u->i1; }
 
+static attn_packed packed_queries(const run *r, const unit *u, size_t head) {
+    if (!r->packed) return (attn_packed){0};
+    const size_t stride = (size_t)r->b->n_head * r->b->head_dim;
+    const size_t at = (u->seq->first_token - r->b->seqs->first_token) * stride + head;
+    return (attn_packed){r->queries.q + at, r->queries.d + at / ACT_BLOCK,
+                         r->queries.neg_sum + at / ACT_BLOCK, stride};
+}
+
 static attn_job unit_job(const run *r, const unit *u) {
     const attn_batch *b = r->b;
     const size_t head = (size_t)u->head * r->group * b->head_dim;
     return (attn_job){.q = b->q + u->seq->first_token * b->q_stride + head,
                       .q_stride = b->q_stride,
+                      .packed = packed_queries(r, u, head),
                       .out = b->out + u->seq->first_token * b->out_stride + head,
                       .out_stride = b->out_stride,
                       .head_dim = b->head_dim,
@@ -128,7 +152,7 @@ static attn_job unit_job(const run *r, const unit *u) {
 }
 
 typedef struct tile_rows {
-    const float *k[ATTN_TILE], *v[ATTN_TILE];
+    const void *k[ATTN_TILE], *v[ATTN_TILE];
 } tile_rows;
 
 // The first tile >= `from` with a row in [lo, hi), or UINT32_MAX; moves *span past the spans before
@@ -148,16 +172,32 @@ static void tile_gather(tile_rows *out, const run *r, uint32_t head, const mf_kv
                         const mf_kv_span *end, uint32_t tile, uint32_t lo, uint32_t hi) {
     const uint32_t base = tile * ATTN_TILE, first = u32_max(base, lo),
                    last = u32_min(base + ATTN_TILE, hi);
-    const size_t stride = (size_t)r->b->n_head_kv * r->b->head_dim,
-                 offset = (size_t)head * r->b->head_dim;
+    const attn_batch *b = r->b;
+    const size_t stride = kv_format_row_bytes(b->format, b->n_head_kv * b->head_dim),
+                 offset = head * kv_head_bytes(b->format, b->head_dim);
     memset(out, 0, sizeof *out);
     for (; span < end && (uint32_t)span->pos < last; span++) {
         const uint32_t pos = (uint32_t)span->pos, stop = u32_min(pos + (uint32_t)span->len, last);
         for (uint32_t p = u32_max(pos, first); p < stop; p++) {
             const size_t at = ((size_t)(uint32_t)span->cell + (p - pos)) * stride + offset;
-            out->k[p - base] = r->b->k_region + at;
-            out->v[p - base] = r->b->v_region + at;
+            out->k[p - base] = (const uint8_t *)b->k_region + at;
+            out->v[p - base] = (const uint8_t *)b->v_region + at;
         }
+    }
+}
+
+// The rows as floats in the thread's scratch, where they then lie.
+static void tile_widen(tile_rows *t, const run *r, void *scratch) {
+    const uint32_t head_dim = r->b->head_dim;
+    uint8_t *mem =
+        (uint8_t *)scratch + align64(ATTN_SCRATCH_BYTES) + block_state_bytes(r->group, head_dim);
+    float *k = (float *)(void *)mem, *v = k + (size_t)ATTN_TILE * head_dim;
+    for (uint32_t x = 0; x < ATTN_TILE; x++, k += head_dim, v += head_dim) {
+        if (!t->k[x]) continue;
+        r->k->kv_load[r->b->format](k, t->k[x], head_dim);
+        r->k->kv_load[r->b->format](v, t->v[x], head_dim);
+        t->k[x] = k;
+        t->v[x] = v;
     }
 }
 
@@ -170,6 +210,7 @@ static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t til
     const uint32_t n_rows = (u->i1 - u->i0) * r->group;
     const attn_job job = unit_job(r, u);
     const mf_kv_span *span = u->seq->spans, *end = span + u->seq->n_spans;
+    static const tile_rows none;
     tile_rows buffers[2], *now = buffers, *next = buffers + 1;
     if (keep) {
         const attn_state s = state_at(r->kept, r->keep_rows, keep_row, head_dim);
@@ -187,7 +228,14 @@ static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t til
                                           keep_row + (size_t)(tile - tile0) * n_rows, head_dim)
                                : *state;
         if (keep) state_clear(&into, n_rows, head_dim);
-        r->k->attn_tile(&job, u->i0, u->i1, tile, now->k, now->v, next->k, next->v, &into, scratch);
+        if (r->b->widened) {
+            tile_widen(now, r, scratch);
+            r->k->attn_tile[KV_FORMAT_F32](&job, u->i0, u->i1, tile, now->k, now->v, none.k, none.v,
+                                           &into, scratch);
+        } else {
+            r->k->attn_tile[r->b->format](&job, u->i0, u->i1, tile, now->k, now->v, next->k,
+                                          next->v, &into, scratch);
+        }
         tile_rows *swap = now;
         now = next;
         next = swap;
@@ -379,19 +427,55 @@ static void run_splits(run *r, pool *p, uint32_t quota) {
     }
 }
 
+enum { QUERY_TOKENS = 8 };  // worth a task
+
+static void query_task(void *arg, uint32_t task, uint32_t thread) {
+    const run *r = arg;
+    const attn_batch *b = r->b;
+    const uint32_t width = b->n_head * b->head_dim, blocks = width / ACT_BLOCK,
+                   last = u32_min((task + 1) * QUERY_TOKENS, r->n_tokens);
+    (void)thread;
+    for (uint32_t t = task * QUERY_TOKENS; t < last; t++) {
+        const size_t at = (size_t)t * blocks;
+        act_q8 out = {1, r->queries.q + at * ACT_BLOCK, r->queries.d + at, r->queries.neg_sum + at,
+                      r->queries.neg_half + 2 * at};
+        r->k->quantize(&out, b->q + (b->seqs->first_token + t) * b->q_stride, width, width, 0, 1);
+    }
+}
+
+static void quantize_queries(run *r, pool *p, uint8_t **at) {
+    const attn_batch *b = r->b;
+    const attn_seq *last = b->seqs + b->n_seqs - 1;
+    r->n_tokens = last->first_token + last->n_tokens - b->seqs->first_token;
+    const size_t blocks = (size_t)r->n_tokens * b->n_head * b->head_dim / ACT_BLOCK;
+    r->queries = (act_q8){.n_tokens = 1};
+    r->queries.q = take(at, blocks * ACT_BLOCK);
+    r->queries.d = take(at, blocks * sizeof *r->queries.d);
+    r->queries.neg_sum = take(at, blocks * sizeof *r->queries.neg_sum);
+    r->queries.neg_half = take(at, 2 * blocks * sizeof *r->queries.neg_half);
+    const uint32_t tasks = (r->n_tokens + QUERY_TOKENS - 1) / QUERY_TOKENS;
+    if (tasks > 1)
+        pool_run(p, query_task, r, tasks);
+    else
+        query_task(r, 0, 0);
+}
+
 void attn_run(const cpu_kernels *k, pool *p, const attn_batch *b) {
     assert(b->head_dim % 16 == 0 && b->head_dim <= HEAD_DIM_MAX && b->window > 0 &&
            b->n_head % b->n_head_kv == 0);
+    assert(b->format != KV_FORMAT_Q8_0 || b->head_dim % KV_BLOCK == 0);
     run r = {.k = k, .b = b, .group = b->n_head / b->n_head_kv, .n_threads = pool_threads(p)};
+    r.packed = b->format == KV_FORMAT_Q8_0 && !b->widened;
     const size_t splits = max_splits(r.n_threads);
     uint8_t *at = b->scratch;
-    r.thread_bytes = thread_bytes(r.group, b->head_dim);
+    r.thread_bytes = thread_bytes(r.group, b->head_dim, b->widened);
     r.threads = take(&at, r.n_threads * r.thread_bytes);
     r.states = take(&at, state_floats(splits * SPLIT_ROWS, b->head_dim) * sizeof(float));
     r.splits = take(&at, splits * sizeof(split));
     r.merge_first = take(&at, (splits + 1) * sizeof(uint32_t));
     r.first_unit = take(&at, ((size_t)b->n_seqs + 1) * sizeof(uint32_t));
-    const size_t fixed = fixed_bytes(r.n_threads, b->n_seqs, r.group, b->head_dim);
+    if (r.packed) quantize_queries(&r, p, &at);
+    const size_t fixed = (size_t)(at - (uint8_t *)b->scratch);
     assert(fixed <= b->scratch_bytes);
     r.kept = (float *)(void *)at;
     r.keep_rows = (b->scratch_bytes - fixed) / (state_floats(1, b->head_dim) * sizeof(float));

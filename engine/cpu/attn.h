@@ -1,5 +1,5 @@
 // Attention of a whole batch for one layer: who computes what, and where the rows lie. The
-// arithmetic is the kernels'.
+// arithmetic is the kernels'. For packed rows the queries are quantised first, once.
 //
 // A unit is (sequence, KV head, block of queries). When there are enough units for the threads each
 // is one task; when there are few, as in decode, a unit's tiles are shared out, each keeps the
@@ -27,7 +27,9 @@ typedef struct attn_batch {
     size_t q_stride;
     float *out;  // likewise
     size_t out_stride;
-    const float *k_region, *v_region;  // [cells][n_head_kv * head_dim]
+    kv_format format;
+    bool widened;                     // q8_0 rows are copied out as floats and read as f32 rows are
+    const void *k_region, *v_region;  // [cells][kv_format_row_bytes(format, n_head_kv * head_dim)]
     uint32_t n_head, n_head_kv, head_dim;
     uint32_t window;       // UINT32_MAX: none
     float scale, softcap;  // see attn_job
@@ -39,6 +41,8 @@ typedef struct attn_batch {
 // longer sequences work.
 typedef struct attn_limits {
     uint32_t n_ctx, n_batch, n_head, n_head_kv, head_dim, n_threads;
+    kv_format format;
+    bool widened;
 } attn_limits;
 
 size_t attn_scratch_bytes(const attn_limits *limits);

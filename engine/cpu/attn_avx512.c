@@ -2,7 +2,8 @@
 // same arithmetic. Few rows (decode): K is transposed in registers and used at once, nothing is
 // stored, and the next tile is prefetched to L2 in memory order (in order of use it takes twice as
 // long). Many rows: K^T and V are copied to scratch once and serve all rows of the job as a matrix
-// product. In q.k lanes are keys, in p.v they are elements of the output.
+// product. In q.k lanes are keys, in p.v they are elements of the output. Packed keys are
+// transposed four codes at a time, which is what an integer dot takes.
 #include "lanes_avx512.h"
 #include "attn_fold.h"
 
@@ -13,10 +14,13 @@ enum {
     MAX_ROWS = 8,    // query rows of a register tile
     FEW_ROWS = 32,   // up to here transposing again for each MAX_ROWS is cheaper than storing
     BLOCK_ROWS = 5,  // with 4 vectors each: 20 accumulators, 4 of K or V, 1 broadcast
-    LINE = 16        // floats of a cache line
+    LINE = 64,       // bytes of a cache line
+    F32 = KV_FORMAT_F32,
+    F16 = KV_FORMAT_F16,
+    Q8_0 = KV_FORMAT_Q8_0
 };
 
-static const float absent[HEAD_DIM_MAX];  // stands in for rows that must not be read
+static const uint8_t absent[HEAD_DIM_MAX * 4];  // stands in for rows that must not be read
 
 // One call of attn_tile.
 typedef struct tile_call {
@@ -24,34 +28,38 @@ typedef struct tile_call {
     attn_factors f;
     uint32_t i0, tile;
     uint64_t present;
-    const float *k[ATTN_TILE], *v[ATTN_TILE];  // `absent` where nothing may be read
-    const float *const *next_k, *const *next_v;
+    const uint8_t *k[ATTN_TILE], *v[ATTN_TILE];  // `absent` where nothing may be read
+    const void *const *next_k, *const *next_v;
     attn_state *state;
-    float *kt;              // [head_dim][64]
+    float *kt;              // [head_dim][64]; packed: int32_t [head_dim/4][64], 4 codes + 128 each
     float *vt;              // [64][head_dim]
     float (*s)[ATTN_TILE];  // scores, then weights, of the rows at hand
+    float *ks, *vs;         // packed rows' scales as floats, [head_dim/32][64]
 } tile_call;
 
 // The rows at hand, n of them.
 typedef struct rows {
     const float *q[MAX_ROWS];
+    attn_packed packed[MAX_ROWS];     // with q8_0
     uint64_t keys[MAX_ROWS];          // positions each reads
     float max[16], old[16], new[16];  // of the tile; factors of the state so far and of this tile
 } rows;
 
 // The next tile's rows, to be fetched line by line in memory order. Fetches are spread among the
-// arithmetic: bunched they wait for each other, which costs a quarter of decode's speed.
+// arithmetic: bunched they wait for each other, which costs a quarter of decode's speed. A packed
+// row is fetched block by block: steps of 34 bytes leave out no line.
 typedef struct ahead {
-    const float *rows[ATTN_TILE];  // `absent` where there is none
-    uint32_t row_floats;
+    const uint8_t *rows[ATTN_TILE];  // `absent` where there is none
+    uint32_t lines, step;            // of a row; bytes from one to the next
     uint32_t inverse;  // line * inverse >> 16 is the row: exact for 64 rows of up to 32 lines
     bool on;
 } ahead;
 
-static void ahead_init(ahead *a, const float *const *next, bool on, uint32_t head_dim) {
-    const uint32_t lines = head_dim / LINE;
-    a->row_floats = head_dim;
-    a->inverse = (65536 + lines - 1) / lines;
+INLINE void ahead_init(const int format, ahead *a, const void *const *next, bool on,
+                       uint32_t head_dim) {
+    a->step = format == Q8_0 ? KV_BLOCK_BYTES : LINE;
+    a->lines = format == F32 ? head_dim / 16 : (head_dim + 31) / 32;
+    a->inverse = (65536 + a->lines - 1) / a->lines;
     a->on = on;
     if (!on) return;
     for (int x = 0; x < ATTN_TILE; x++) a->rows[x] = next[x] ? next[x] : absent;
@@ -59,13 +67,23 @@ static void ahead_init(ahead *a, const float *const *next, bool on, uint32_t hea
 
 INLINE void fetch(const ahead *a, uint32_t line) {
     const uint32_t row = line * a->inverse >> 16;
-    _mm_prefetch((const char *)(a->rows[row] + line * LINE - row * a->row_floats), _MM_HINT_T1);
+    _mm_prefetch((const char *)(a->rows[row] + (size_t)((line - row * a->lines) * a->step)),
+                 _MM_HINT_T1);
+}
+
+// Elements d .. d + 15 of a row; `scale`: of their block, if packed.
+INLINE __m512 load16(const int format, const uint8_t *row, size_t d, float scale) {
+    if (format == F32) return v_load((const float *)(const void *)row + d);
+    if (format == F16) return v_load_f16((const uint16_t *)(const void *)row + d);
+    const uint8_t *block = row + d / KV_BLOCK * KV_BLOCK_BYTES;
+    return _mm512_mul_ps(_mm512_set1_ps(scale),
+                         v_load_i8((const int8_t *)block + 2 + d % KV_BLOCK));
 }
 
 // 16 keys x elements d..d+15 -> r[e]: element d + e, lane = key.
-INLINE void transpose16(const float *const *k, size_t d, __m512i r[16]) {
+INLINE void transpose16(const int format, const uint8_t *const *k, size_t d, __m512i r[16]) {
     __m512i a[16];
-    UNROLL for (int i = 0; i < 16; i++) r[i] = _mm512_loadu_si512(k[i] + d);
+    UNROLL for (int i = 0; i < 16; i++) r[i] = _mm512_castps_si512(load16(format, k[i], d, 0.0f));
     UNROLL for (int i = 0; i < 16; i += 2) {
         a[i] = _mm512_unpacklo_epi32(r[i], r[i + 1]);
         a[i + 1] = _mm512_unpackhi_epi32(r[i], r[i + 1]);
@@ -90,23 +108,86 @@ INLINE void transpose16(const float *const *k, size_t d, __m512i r[16]) {
     }
 }
 
+// 16 packed keys x one block -> w[e]: codes 4e .. 4e + 3 of the block, each + 128, lane = key.
+INLINE void transpose_block(const uint8_t *const *k, uint32_t block, __m512i w[8]) {
+    const size_t at = (size_t)block * KV_BLOCK_BYTES + 2;
+    __m512i a[8];
+    UNROLL for (int i = 0; i < 8; i++) {
+        const __m256i low = _mm256_loadu_si256((const __m256i *)(k[i] + at)),
+                      high = _mm256_loadu_si256((const __m256i *)(k[i + 8] + at));
+        w[i] = _mm512_inserti64x4(_mm512_castsi256_si512(low), high, 1);
+    }
+    UNROLL for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm512_unpacklo_epi32(w[i], w[i + 1]);
+        a[i + 1] = _mm512_unpackhi_epi32(w[i], w[i + 1]);
+    }
+    UNROLL for (int i = 0; i < 8; i += 4) {
+        w[i] = _mm512_unpacklo_epi64(a[i], a[i + 2]);
+        w[i + 1] = _mm512_unpackhi_epi64(a[i], a[i + 2]);
+        w[i + 2] = _mm512_unpacklo_epi64(a[i + 1], a[i + 3]);
+        w[i + 3] = _mm512_unpackhi_epi64(a[i + 1], a[i + 3]);
+    }
+    const __m512i even = _mm512_setr_epi64(0, 1, 8, 9, 4, 5, 12, 13),
+                  odd = _mm512_setr_epi64(2, 3, 10, 11, 6, 7, 14, 15),
+                  bias = _mm512_set1_epi8(-128);
+    UNROLL for (int i = 0; i < 4; i++) {
+        const __m512i low = w[i], high = w[i + 4];
+        w[i] = _mm512_xor_si512(bias, _mm512_permutex2var_epi64(low, even, high));
+        w[i + 4] = _mm512_xor_si512(bias, _mm512_permutex2var_epi64(low, odd, high));
+    }
+}
+
+// sum + the block's term of q . k. The codes are 128 too large, which the start value takes back.
+INLINE __m512 dot_block(const __m512i w[8], attn_packed q, uint32_t block, __m512 scale,
+                        __m512 sum) {
+    const int8_t *codes = q.q + (size_t)block * KV_BLOCK;
+    __m512i dot = _mm512_slli_epi32(_mm512_set1_epi32(q.neg_sum[block]), 7);
+    UNROLL for (int e = 0; e < 8; e++) {
+        int32_t four;
+        memcpy(&four, codes + 4 * e, sizeof four);
+        dot = _mm512_dpbusd_epi32(dot, w[e], _mm512_set1_epi32(four));
+    }
+    return _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot),
+                           _mm512_mul_ps(scale, _mm512_set1_ps(q.d[block])), sum);
+}
+
 // s[r][x] = q[r] . k[x], K straight from the cache.
-INLINE void scores_few(const int n, const tile_call *c, const rows *u, const ahead *next) {
+INLINE void scores_few(const int format, const int n, const tile_call *c, const rows *u,
+                       const ahead *next) {
     const uint32_t head_dim = c->job->head_dim;
     for (uint32_t x = 0; x < ATTN_TILE; x += 16) {
         __m512 a[MAX_ROWS];
         UNROLL for (int r = 0; r < n; r++) a[r] = _mm512_setzero_ps();
         for (uint32_t d = 0; d < head_dim; d += 16) {
             __m512i k[16];
-            transpose16(c->k + x, d, k);
-            const uint32_t line = x * (head_dim / LINE) + d;
+            transpose16(format, c->k + x, d, k);
+            const uint32_t line = x * (head_dim / 16) + d;
             UNROLL for (int e = 0; e < 16; e++) {
                 const __m512 ke = _mm512_castsi512_ps(k[e]);
-                if (next->on) fetch(next, line + (uint32_t)e);
+                if (next->on && format == F32) fetch(next, line + (uint32_t)e);
+                if (next->on && format == F16 && e % 2) fetch(next, (line + (uint32_t)e) / 2);
                 UNROLL for (int r = 0; r < n; r++) {
                     a[r] = _mm512_fmadd_ps(ke, _mm512_set1_ps(u->q[r][d + (size_t)e]), a[r]);
                 }
             }
+        }
+        UNROLL for (int r = 0; r < n; r++) _mm512_storeu_ps(c->s[r] + x, a[r]);
+    }
+}
+
+// The same of packed rows.
+INLINE void scores_few_packed(const int n, const tile_call *c, const rows *u, const ahead *next) {
+    const uint32_t n_blocks = c->job->head_dim / KV_BLOCK;
+    for (uint32_t x = 0; x < ATTN_TILE; x += 16) {
+        __m512 a[MAX_ROWS];
+        UNROLL for (int r = 0; r < n; r++) a[r] = _mm512_setzero_ps();
+        for (uint32_t b = 0; b < n_blocks; b++) {
+            __m512i w[8];
+            transpose_block(c->k + x, b, w);
+            const __m512 scale = _mm512_loadu_ps(c->ks + (size_t)b * ATTN_TILE + x);
+            const uint32_t line = x * n_blocks + b * 16;
+            if (next->on) UNROLL for (uint32_t e = 0; e < 16; e++) fetch(next, line + e);
+            UNROLL for (int r = 0; r < n; r++) a[r] = dot_block(w, u->packed[r], b, scale, a[r]);
         }
         UNROLL for (int r = 0; r < n; r++) _mm512_storeu_ps(c->s[r] + x, a[r]);
     }
@@ -130,6 +211,24 @@ INLINE void scores_many(const int n, const tile_call *c, const rows *u) {
     }
     UNROLL for (int r = 0; r < n; r++) {
         UNROLL for (int v = 0; v < 4; v++) _mm512_storeu_ps(c->s[r] + 16 * v, a[r][v]);
+    }
+}
+
+// The same of packed rows, 16 keys at a time.
+INLINE void scores_many_packed(const int n, const tile_call *c, const rows *u) {
+    const int32_t *kt = (const int32_t *)(const void *)c->kt;
+    for (uint32_t x = 0; x < ATTN_TILE; x += 16) {
+        __m512 a[BLOCK_ROWS];
+        UNROLL for (int r = 0; r < n; r++) a[r] = _mm512_setzero_ps();
+        for (uint32_t b = 0; b < c->job->head_dim / KV_BLOCK; b++) {
+            __m512i w[8];
+            UNROLL for (int e = 0; e < 8; e++) {
+                w[e] = _mm512_load_si512(kt + ((size_t)b * 8 + (size_t)e) * ATTN_TILE + x);
+            }
+            const __m512 scale = _mm512_loadu_ps(c->ks + (size_t)b * ATTN_TILE + x);
+            UNROLL for (int r = 0; r < n; r++) a[r] = dot_block(w, u->packed[r], b, scale, a[r]);
+        }
+        UNROLL for (int r = 0; r < n; r++) _mm512_storeu_ps(c->s[r] + x, a[r]);
     }
 }
 
@@ -179,9 +278,21 @@ INLINE void weights(const int n, const tile_call *c, rows *u, uint32_t row) {
     }
 }
 
+// Elements d .. d + 16 * wide of a key's V, in `format`.
+INLINE void load_wide(const int format, const int wide, const tile_call *c, uint32_t x, uint32_t d,
+                      __m512 b[4]) {
+    UNROLL for (int v = 0; v < wide; v++) {
+        const uint32_t at = d + 16 * (uint32_t)v;
+        const float scale = format == Q8_0 ? c->vs[at / KV_BLOCK * ATTN_TILE + x] : 0.0f;
+        b[v] = load16(format, c->v[x], at, scale);
+    }
+}
+
 // Elements d .. d + 16 * wide of acc[r] = fma(sum over keys of p * v, new, acc * old).
-INLINE void values_at(const int n, const int wide, const tile_call *c, const rows *u, uint32_t row,
-                      uint32_t d, uint64_t all, uint64_t any, const ahead *next) {
+INLINE void values_at(const int format, const int n, const int wide, const tile_call *c,
+                      const rows *u, uint32_t row, uint32_t d, uint64_t all, uint64_t any,
+                      const ahead *next) {
+    const int lines = format == F32 ? wide : wide / 2;
     __m512 a[MAX_ROWS][4];
     UNROLL for (int r = 0; r < n; r++) {
         UNROLL for (int v = 0; v < wide; v++) a[r][v] = _mm512_setzero_ps();
@@ -190,16 +301,17 @@ INLINE void values_at(const int n, const int wide, const tile_call *c, const row
     const uint32_t last = 63 - (uint32_t)__builtin_clzll(any);
     for (uint32_t x = first; x <= last; x++) {
         __m512 b[4];
-        const uint32_t line = d / LINE * ATTN_TILE + x * (uint32_t)wide;
-        if (next && next->on) UNROLL for (int v = 0; v < wide; v++) fetch(next, line + (uint32_t)v);
+        const uint32_t line = d / (format == F32 ? 16 : 32) * ATTN_TILE + x * (uint32_t)lines;
+        if (next && next->on)
+            UNROLL for (int v = 0; v < lines; v++) fetch(next, line + (uint32_t)v);
         if (all >> x & 1) {
-            UNROLL for (int v = 0; v < wide; v++) b[v] = _mm512_loadu_ps(c->v[x] + d + 16 * v);
+            load_wide(format, wide, c, x, d, b);
             UNROLL for (int r = 0; r < n; r++) {
                 const __m512 p = _mm512_set1_ps(c->s[r][x]);
                 UNROLL for (int v = 0; v < wide; v++) a[r][v] = _mm512_fmadd_ps(b[v], p, a[r][v]);
             }
         } else if (any >> x & 1) {
-            UNROLL for (int v = 0; v < wide; v++) b[v] = _mm512_loadu_ps(c->v[x] + d + 16 * v);
+            load_wide(format, wide, c, x, d, b);
             UNROLL for (int r = 0; r < n; r++) {
                 const __mmask16 reads = u->keys[r] >> x & 1 ? 0xffff : 0;
                 const __m512 p = _mm512_set1_ps(c->s[r][x]);
@@ -221,7 +333,7 @@ INLINE void values_at(const int n, const int wide, const tile_call *c, const row
     }
 }
 
-INLINE void values(const int n, const tile_call *c, const rows *u, uint32_t row,
+INLINE void values(const int format, const int n, const tile_call *c, const rows *u, uint32_t row,
                    const ahead *next) {
     uint64_t all = ~(uint64_t)0, any = 0;
     UNROLL for (int r = 0; r < n; r++) {
@@ -232,15 +344,17 @@ INLINE void values(const int n, const tile_call *c, const rows *u, uint32_t row,
     uint32_t d = 0;
     if (!any) return;
     if (n <= 6)
-        for (; d + 64 <= head_dim; d += 64) values_at(n, 4, c, u, row, d, all, any, next);
-    for (; d + 32 <= head_dim; d += 32) values_at(n, 2, c, u, row, d, all, any, next);
-    if (d < head_dim) values_at(n, 1, c, u, row, d, all, any, next);
+        for (; d + 64 <= head_dim; d += 64) values_at(format, n, 4, c, u, row, d, all, any, next);
+    for (; d + 32 <= head_dim; d += 32) values_at(format, n, 2, c, u, row, d, all, any, next);
+    // Packed rows have whole blocks of 32.
+    if (format != Q8_0 && d < head_dim) values_at(format, n, 1, c, u, row, d, all, any, next);
 }
 
-INLINE void rows_at(const int n, rows *u, const tile_call *c, uint32_t row) {
+INLINE void rows_at(const int format, const int n, rows *u, const tile_call *c, uint32_t row) {
     uint32_t i = c->i0 + row / c->job->group, g = row % c->job->group;
     UNROLL for (int r = 0; r < n; r++) {
         u->q[r] = attn_q(c->job, i, g);
+        if (format == Q8_0) u->packed[r] = attn_packed_q(c->job, i, g);
         u->keys[r] = c->present & attn_seen(c->job, i, i + 1, c->tile);
         if (++g == c->job->group) {
             g = 0;
@@ -249,41 +363,79 @@ INLINE void rows_at(const int n, rows *u, const tile_call *c, uint32_t row) {
     }
 }
 
+INLINE void few(const int format, const int n, const tile_call *c, uint32_t row) {
+    rows u;
+    ahead k, v;
+    ahead_init(format, &k, c->next_k, row == 0, c->job->head_dim);
+    ahead_init(format, &v, c->next_v, row == 0, c->job->head_dim);
+    rows_at(format, n, &u, c, row);
+    if (format == Q8_0)
+        scores_few_packed(n, c, &u, &k);
+    else
+        scores_few(format, n, c, &u, &k);
+    weights(n, c, &u, row);
+    values(format, n, c, &u, row, &v);
+}
+
+// From scratch, where V is float whatever the format.
+INLINE void many(const int format, const int n, const tile_call *c, uint32_t row) {
+    rows u;
+    rows_at(format, n, &u, c, row);
+    if (format == Q8_0)
+        scores_many_packed(n, c, &u);
+    else
+        scores_many(n, c, &u);
+    weights(n, c, &u, row);
+    values(F32, n, c, &u, row, NULL);
+}
+
 // State rows [row, row + n).
-#define FEW(n)                                                                        \
-    static __attribute__((noinline)) void few_##n(const tile_call *c, uint32_t row) { \
-        rows u;                                                                       \
-        ahead k, v;                                                                   \
-        ahead_init(&k, c->next_k, row == 0, c->job->head_dim);                        \
-        ahead_init(&v, c->next_v, row == 0, c->job->head_dim);                        \
-        rows_at(n, &u, c, row);                                                       \
-        scores_few(n, c, &u, &k);                                                     \
-        weights(n, c, &u, row);                                                       \
-        values(n, c, &u, row, &v);                                                    \
+#define ROWS(how, format, n)                                                                       \
+    static __attribute__((noinline)) void how##_##format##_##n(const tile_call *c, uint32_t row) { \
+        how(format, n, c, row);                                                                    \
     }
-#define MANY(n)                                                                        \
-    static __attribute__((noinline)) void many_##n(const tile_call *c, uint32_t row) { \
-        rows u;                                                                        \
-        rows_at(n, &u, c, row);                                                        \
-        scores_many(n, c, &u);                                                         \
-        weights(n, c, &u, row);                                                        \
-        values(n, c, &u, row, NULL);                                                   \
-    }
+#define FEW(format)                                                             \
+    ROWS(few, format, 1)                                                        \
+    ROWS(few, format, 2)                                                        \
+    ROWS(few, format, 3)                                                        \
+    ROWS(few, format, 4)                                                        \
+    ROWS(few, format, 5)                                                        \
+    ROWS(few, format, 6)                                                        \
+    ROWS(few, format, 7)                                                        \
+    ROWS(few, format, 8)                                                        \
+    static rows_fn *const few_##format[MAX_ROWS] = {                            \
+        few_##format##_1, few_##format##_2, few_##format##_3, few_##format##_4, \
+        few_##format##_5, few_##format##_6, few_##format##_7, few_##format##_8};
+#define MANY(format)                                                                         \
+    ROWS(many, format, 1)                                                                    \
+    ROWS(many, format, 2)                                                                    \
+    ROWS(many, format, 3)                                                                    \
+    ROWS(many, format, 4)                                                                    \
+    ROWS(many, format, 5)                                                                    \
+    static rows_fn *const many_##format[BLOCK_ROWS] = {many_##format##_1, many_##format##_2, \
+                                                       many_##format##_3, many_##format##_4, \
+                                                       many_##format##_5};
 typedef void rows_fn(const tile_call *c, uint32_t row);
-// clang-format off
-FEW(1) FEW(2) FEW(3) FEW(4) FEW(5) FEW(6) FEW(7) FEW(8)
-MANY(1) MANY(2) MANY(3) MANY(4) MANY(5)
-static rows_fn *const few[MAX_ROWS] = {few_1, few_2, few_3, few_4, few_5, few_6, few_7, few_8};
-static rows_fn *const many[BLOCK_ROWS] = {many_1, many_2, many_3, many_4, many_5};
-// clang-format on
+FEW(F32)
+FEW(F16)
+FEW(Q8_0)
+MANY(F32)
+MANY(Q8_0)
 
 // K^T and V of the keys present, in scratch.
-static void gather(tile_call *c) {
+INLINE void gather(const int format, tile_call *c) {
     const uint32_t head_dim = c->job->head_dim;
+    int32_t *words = (int32_t *)(void *)c->kt;
     for (uint32_t x = 0; x < ATTN_TILE; x += 16) {
-        for (uint32_t d = 0; d < head_dim; d += 16) {
+        for (uint32_t b = 0; format == Q8_0 && b < head_dim / KV_BLOCK; b++) {
+            __m512i w[8];
+            transpose_block(c->k + x, b, w);
+            UNROLL for (int e = 0; e < 8; e++)
+                _mm512_store_si512(words + ((size_t)b * 8 + (size_t)e) * ATTN_TILE + x, w[e]);
+        }
+        for (uint32_t d = 0; format != Q8_0 && d < head_dim; d += 16) {
             __m512i k[16];
-            transpose16(c->k + x, d, k);
+            transpose16(format, c->k + x, d, k);
             UNROLL for (int e = 0; e < 16; e++)
                 _mm512_store_si512(c->kt + (d + (size_t)e) * ATTN_TILE + x, k[e]);
         }
@@ -291,17 +443,29 @@ static void gather(tile_call *c) {
     for (uint32_t x = 0; x < ATTN_TILE; x++) {
         if (!(c->present >> x & 1)) continue;
         float *v = c->vt + (size_t)x * head_dim;
-        for (uint32_t d = 0; d < head_dim; d += 16)
-            _mm512_store_ps(v + d, _mm512_loadu_ps(c->v[x] + d));
-        c->v[x] = v;
+        for (uint32_t d = 0; d < head_dim; d += 16) {
+            const float scale = format == Q8_0 ? c->vs[d / KV_BLOCK * ATTN_TILE + x] : 0.0f;
+            _mm512_store_ps(v + d, load16(format, c->v[x], d, scale));
+        }
+        c->v[x] = (const uint8_t *)v;
     }
 }
 
-static void attn_tile_avx512(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile,
-                             const float *const k_rows[ATTN_TILE],
-                             const float *const v_rows[ATTN_TILE],
-                             const float *const next_k[ATTN_TILE],
-                             const float *const next_v[ATTN_TILE], attn_state *state,
+// Packed rows' scales as floats: [head_dim/32][64].
+static void scales(float *out, const uint8_t *const at[ATTN_TILE], uint32_t n_blocks) {
+    _Alignas(64) uint16_t bits[HEAD_DIM_MAX / KV_BLOCK * ATTN_TILE];
+    for (uint32_t x = 0; x < ATTN_TILE; x++)
+        for (uint32_t b = 0; b < n_blocks; b++)
+            memcpy(bits + b * ATTN_TILE + x, at[x] + (size_t)b * KV_BLOCK_BYTES, sizeof *bits);
+    for (uint32_t i = 0; i < n_blocks * ATTN_TILE; i += 16) v_store(out + i, v_load_f16(bits + i));
+}
+
+INLINE void attn_tile_avx512(const int format, rows_fn *const few_rows[MAX_ROWS],
+                             rows_fn *const many_rows[BLOCK_ROWS], const attn_job *job, uint32_t i0,
+                             uint32_t i1, uint32_t tile, const void *const k_rows[ATTN_TILE],
+                             const void *const v_rows[ATTN_TILE],
+                             const void *const next_k[ATTN_TILE],
+                             const void *const next_v[ATTN_TILE], attn_state *state,
                              void *scratch) {
     tile_call c = {.job = job,
                    .f = attn_factors_of(job),
@@ -315,26 +479,47 @@ static void attn_tile_avx512(const attn_job *job, uint32_t i0, uint32_t i1, uint
     c.kt = scratch;
     c.vt = c.kt + (size_t)HEAD_DIM_MAX * ATTN_TILE;
     c.s = (float(*)[ATTN_TILE])(c.vt + (size_t)HEAD_DIM_MAX * ATTN_TILE);
+    c.ks = c.s[16];
+    c.vs = c.ks + HEAD_DIM_MAX / KV_BLOCK * ATTN_TILE;
     for (uint32_t x = 0; x < ATTN_TILE; x++) {
         const bool reads = c.present >> x & 1;
         c.k[x] = reads ? k_rows[x] : absent;
         c.v[x] = reads ? v_rows[x] : absent;
     }
+    if (format == Q8_0) {
+        scales(c.ks, c.k, job->head_dim / KV_BLOCK);
+        scales(c.vs, c.v, job->head_dim / KV_BLOCK);
+    }
     const uint32_t n_rows = (i1 - i0) * job->group, n_few = n_rows <= FEW_ROWS ? n_rows : 0;
     for (uint32_t row = 0, n; row < n_few; row += n) {
         n = u32_min(n_rows - row, MAX_ROWS);
-        few[n - 1](&c, row);
+        few_rows[n - 1](&c, row);
     }
     if (n_few) return;
-    gather(&c);
+    gather(format, &c);
     for (uint32_t row = 0, n; row < n_rows; row += n) {
         n = u32_min(n_rows - row, BLOCK_ROWS);
-        many[n - 1](&c, row);
+        many_rows[n - 1](&c, row);
     }
 }
 
+#define TILE(format, from_scratch)                                                             \
+    static void attn_tile_##format(                                                            \
+        const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile,                          \
+        const void *const k_rows[ATTN_TILE], const void *const v_rows[ATTN_TILE],              \
+        const void *const next_k[ATTN_TILE], const void *const next_v[ATTN_TILE],              \
+        attn_state *state, void *scratch) {                                                    \
+        attn_tile_avx512(format, few_##format, many_##from_scratch, job, i0, i1, tile, k_rows, \
+                         v_rows, next_k, next_v, state, scratch);                              \
+    }
+TILE(F32, F32)
+TILE(F16, F32)
+TILE(Q8_0, Q8_0)
+
 void attn_init_avx512(cpu_kernels *k) {
-    k->attn_tile = attn_tile_avx512;
+    k->attn_tile[KV_FORMAT_F32] = attn_tile_F32;
+    k->attn_tile[KV_FORMAT_F16] = attn_tile_F16;
+    k->attn_tile[KV_FORMAT_Q8_0] = attn_tile_Q8_0;
     k->attn_merge = attn_merge_lanes;
     k->attn_finish = attn_finish_lanes;
 }

@@ -39,7 +39,7 @@ static inline uint64_t attn_seen(const attn_job *job, uint32_t i0, uint32_t i1, 
 }
 
 // Bits of `seen` that have a row.
-static inline uint64_t attn_present(const float *const rows[ATTN_TILE], uint64_t seen) {
+static inline uint64_t attn_present(const void *const rows[ATTN_TILE], uint64_t seen) {
     uint64_t present = 0;
     for (uint32_t x = 0; x < ATTN_TILE; x++)
         if (rows[x]) present |= (uint64_t)1 << x;
@@ -48,6 +48,13 @@ static inline uint64_t attn_present(const float *const rows[ATTN_TILE], uint64_t
 
 static inline const float *attn_q(const attn_job *job, uint32_t i, uint32_t g) {
     return job->q + i * job->q_stride + (size_t)g * job->head_dim;
+}
+
+// The int8 form of query i, head g.
+static inline attn_packed attn_packed_q(const attn_job *job, uint32_t i, uint32_t g) {
+    const size_t at = i * job->packed.stride + (size_t)g * job->head_dim;
+    return (attn_packed){job->packed.q + at, job->packed.d + at / KV_BLOCK,
+                         job->packed.neg_sum + at / KV_BLOCK, 0};
 }
 
 static inline float *attn_out(const attn_job *job, uint32_t i, uint32_t g) {

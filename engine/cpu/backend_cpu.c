@@ -275,8 +275,10 @@ static int run_attn(pass *s) {
         .q_stride = width,
         .out = row_of(s, n->out[0], 0),
         .out_stride = width,
-        .k_region = (const float *)(const void *)b->kv.k[n->layer],
-        .v_region = (const float *)(const void *)b->kv.v[n->layer],
+        .format = b->c.kv_format,
+        .widened = b->c.kv_widened,
+        .k_region = b->kv.k[n->layer],
+        .v_region = b->kv.v[n->layer],
         .n_head = b->c.n_head,
         .n_head_kv = b->c.n_head_kv,
         .head_dim = b->c.head_dim,
@@ -395,7 +397,9 @@ static int alloc_attn(backend *b, const backend_config *c) {
                                 .n_head = c->n_head,
                                 .n_head_kv = c->n_head_kv,
                                 .head_dim = c->head_dim,
-                                .n_threads = pool_threads(b->threads)};
+                                .n_threads = pool_threads(b->threads),
+                                .format = c->kv_format,
+                                .widened = c->kv_widened};
     b->attn_scratch_bytes = attn_scratch_bytes(&limits);
     b->attn_scratch = mem_pages(b->attn_scratch_bytes);
     b->attn_seqs = mem_alloc(c->n_batch, sizeof *b->attn_seqs);
@@ -410,7 +414,7 @@ static int cpu_backend_new(backend **out, const backend_config *c) {
     TRY_GOTO(failed, find_kernels(&b->k, c->isa));
     TRY_GOTO(failed, copy_config(b, c));
     TRY_GOTO(failed, pool_new(&b->threads, c->n_threads ? c->n_threads : pool_default_threads()));
-    TRY_GOTO(failed, kv_regions_new(&b->kv, &b->c));
+    TRY_GOTO(failed, kv_regions_new(&b->kv, &b->c, b->k, pool_threads(b->threads)));
     b->c.group_cells = NULL;  // this and isa stay the caller's, and have been read
     b->c.isa = NULL;
     TRY_GOTO(failed, alloc_attn(b, c));
@@ -433,18 +437,30 @@ static void cpu_copy_cells(backend *b, const mf_kv_move *moves, uint32_t n) {
 }
 
 static void cpu_rope_cells(backend *b, const kv_cell_run *runs, uint32_t n, int32_t delta) {
-    kv_regions_rope(&b->kv, b->k, b->threads, runs, n, delta);
+    kv_regions_rope(&b->kv, b->threads, runs, n, delta);
 }
 
 const kv_regions *cpu_regions(const backend *b) { return &b->kv; }
+
+static void cpu_get_rows(const backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
+                         void *rows) {
+    const kv_regions *r = &b->kv;
+    memcpy(rows, kv_region_row(r, (value ? r->v : r->k)[layer], cell), n * r->row_bytes);
+}
+
+static void cpu_put_rows(backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
+                         const void *rows) {
+    const kv_regions *r = &b->kv;
+    memcpy(kv_region_row(r, (value ? r->v : r->k)[layer], cell), rows, n * r->row_bytes);
+}
 
 const device device_cpu = {
     .name = "cpu",
     .id = 0,
     .head_dim_step = 16,
     .head_dim_max = HEAD_DIM_MAX,
-    .kv_formats = 1 << KV_FORMAT_F32,
-    .rope_formats = 1 << KV_FORMAT_F32,
+    .kv_formats = 1 << KV_FORMAT_F32 | 1 << KV_FORMAT_F16 | 1 << KV_FORMAT_Q8_0,
+    .rope_formats = 1 << KV_FORMAT_F32 | 1 << KV_FORMAT_F16 | 1 << KV_FORMAT_Q8_0,
     .window_modes = KV_WINDOW_ALL,
     .isas = cpu_isas,
     .matrix_load = cpu_matrix_load,
@@ -456,5 +472,7 @@ const device device_cpu = {
     .compute = cpu_compute,
     .copy_cells = cpu_copy_cells,
     .rope_cells = cpu_rope_cells,
+    .get_rows = cpu_get_rows,
+    .put_rows = cpu_put_rows,
     .get_stats = cpu_stats,
 };

@@ -69,6 +69,7 @@ static void make_tables(void) {
     cpu_kernels *k = table_add("scalar");
     matmul_init_scalar(k);
     ops_init_scalar(k);
+    rows_init_scalar(k);
     attn_init_scalar(k);
     add_native();
 }

@@ -9,6 +9,7 @@
 #ifndef MF_CPU_KERNELS_H
 #define MF_CPU_KERNELS_H
 
+#include "../kvformat.h"
 #include "../op.h"
 #include "panel.h"
 
@@ -46,12 +47,22 @@ typedef struct matmul_input {
 typedef void matmul_fn(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
                        const matmul_input *x, uint32_t t0, uint32_t t1);
 
+// Queries of one KV head as packed rows are asked: in blocks of 32 as act_q8 has them, row r at
+// element at = i * stride + g * head_dim, its blocks at at / 32.
+typedef struct attn_packed {
+    const int8_t *q;
+    const float *d;
+    const int32_t *neg_sum;
+    size_t stride;  // a multiple of 32
+} attn_packed;
+
 // One KV head's attention. Rows r = i * group + g are query i (position pos0 + i), query head g of
 // the KV head.
 typedef struct attn_job {
     const float *q;  // row r at q + i * q_stride + g * head_dim
     size_t q_stride;
-    float *out;  // same layout, own stride
+    attn_packed packed;  // the same; read with q8_0 rows only
+    float *out;          // same layout, own stride
     size_t out_stride;
     uint32_t head_dim;
     uint32_t group;  // query heads per KV head
@@ -63,11 +74,14 @@ typedef struct attn_job {
 } attn_job;
 
 // Softmax over the keys a query sees, in position order, tile by tile. Of the keys a row reads in a
-// tile: dot = fma over elements in order; with a soft cap dot = cap * tanh(dot * (scale / cap));
+// tile: dot = fma over elements in order, f16 rows as the floats they are; of q8_0 rows
+// dot = fma((float)int_dot, k.d * q.d, dot) over blocks of 32 in order, int_dot exact. With a soft
+// cap dot = cap * tanh(dot * (scale / cap));
 // c = log2(e) * scale, or log2(e) with a soft cap. max_t = c * (largest dot, NaNs passed over) + 0,
 // at least -FLT_MAX; p = exp2(min(fma(dot, c, -max_t), 0)); lane i sums p of keys i, i+16, ...;
-// acc_t = fma of p * v over keys in order. Then, max' being the larger of max and max_t,
-// acc = fma(acc_t, exp2(max_t - max'), acc * exp2(max - max')), lanes likewise.
+// acc_t = fma of p * v over keys in order, v the exact float of the stored element. Then, max'
+// being the larger of max and max_t, acc = fma(acc_t, exp2(max_t - max'), acc * exp2(max - max')),
+// lanes likewise.
 //
 // Attention state of rows: acc [n_rows][head_dim], lanes [n_rows][16], max [n_rows]; start: 0, 0,
 // -Inf. A max of -Inf means that the row has read no key yet.
@@ -76,25 +90,44 @@ typedef struct attn_state {
 } attn_state;
 
 // Per-thread scratch of an attention kernel, 64-byte aligned.
-enum { ATTN_SCRATCH_BYTES = (HEAD_DIM_MAX * ATTN_TILE * 2 + 16 * ATTN_TILE + 64) * 4 };
+enum {
+    KV_BLOCK = KV_PACKED_BLOCK,
+    KV_BLOCK_BYTES = 34,  // its scale as an f16, then 32 codes
+    ATTN_SCRATCH_BYTES = (HEAD_DIM_MAX * ATTN_TILE * 2 + 16 * ATTN_TILE +
+                          HEAD_DIM_MAX / KV_BLOCK * ATTN_TILE * 2 + 64) *
+                         4
+};
 
 // Folds one tile into the state of the queries [i0, i1) (state row 0 is query i0, head 0).
-// k_rows[x], v_rows[x]: head_dim floats of position tile * 64 + x, both NULL where the position has
-// no row: an absent key is not touched, neither its memory nor, with p = 0, in the sums. Entries of
-// positions that no query of [i0, i1) sees are not looked at. A row that reads no key of the tile
-// keeps its state. next_k, next_v: the following tile's, NULL entries where absent; for prefetch
-// only.
+// k_rows[x], v_rows[x]: the head's elements of position tile * 64 + x in the kernel's format, both
+// NULL where the position has no row: an absent key is not touched, neither its memory nor, with p
+// = 0, in the sums. Entries of positions that no query of [i0, i1) sees are not looked at. A row
+// that reads no key of the tile keeps its state. next_k, next_v: the following tile's, NULL entries
+// where absent; for prefetch only.
 typedef void attn_tile_fn(const attn_job *job, uint32_t i0, uint32_t i1, uint32_t tile,
-                          const float *const k_rows[ATTN_TILE],
-                          const float *const v_rows[ATTN_TILE],
-                          const float *const next_k[ATTN_TILE],
-                          const float *const next_v[ATTN_TILE], attn_state *state, void *scratch);
+                          const void *const k_rows[ATTN_TILE], const void *const v_rows[ATTN_TILE],
+                          const void *const next_k[ATTN_TILE], const void *const next_v[ATTN_TILE],
+                          attn_state *state, void *scratch);
 // Folds `part` (the state of one tile alone) into `state`, exactly as attn_tile does; called in the
 // order of tiles. Rows of `part` that have read no key change nothing.
 typedef void attn_merge_fn(uint32_t n_rows, uint32_t head_dim, const attn_state *part,
                            attn_state *state);
 // out = acc / tree(lanes) + 0, one NaN; writes the rows of the queries [i0, i1).
 typedef void attn_finish_fn(const attn_job *job, uint32_t i0, uint32_t i1, const attn_state *state);
+
+// Bytes from one head of a row to the next.
+static inline size_t kv_head_bytes(kv_format format, uint32_t head_dim) {
+    return format == KV_FORMAT_Q8_0 ? (size_t)head_dim / KV_BLOCK * KV_BLOCK_BYTES
+                                    : kv_format_row_bytes(format, head_dim);
+}
+
+// n elements of a row, a multiple of 32 for q8_0, from and to floats. f32: verbatim. f16: to
+// nearest, ties to even, beyond 65504 Inf; one NaN, 0x7e00. q8_0, of each block of 32:
+// d = amax / 127 rounded like an f16, codes = x * (127 / amax) to nearest, ties to even. A block
+// whose d would be 0 is all zero; one with a NaN or Inf, or whose d would be Inf, has codes 0 and
+// d = 0x7e00. Loading is exact, d * code.
+typedef void kv_store_fn(void *row, const float *x, uint32_t n);
+typedef void kv_load_fn(float *x, const void *row, uint32_t n);
 
 typedef struct cpu_kernels {
     const char *name;  // "avx512"
@@ -117,7 +150,9 @@ typedef struct cpu_kernels {
     void (*scale)(float *y, const float *x, float by, uint32_t n);
     void (*softcap)(float *y, const float *x, float cap, uint32_t n);  // cap * tanh(x / cap)
 
-    attn_tile_fn *attn_tile;
+    kv_store_fn *kv_store[KV_FORMAT_COUNT];
+    kv_load_fn *kv_load[KV_FORMAT_COUNT];
+    attn_tile_fn *attn_tile[KV_FORMAT_COUNT];
     attn_merge_fn *attn_merge;
     attn_finish_fn *attn_finish;
 } cpu_kernels;
@@ -134,6 +169,7 @@ void matmul_init_avx2(cpu_kernels *k);
 void matmul_init_avx512(cpu_kernels *k);
 void matmul_init_neon(cpu_kernels *k);
 void matmul_init_dotprod(cpu_kernels *k);
+void rows_init_scalar(cpu_kernels *k);
 void ops_init_scalar(cpu_kernels *k);
 void ops_init_avx2(cpu_kernels *k);
 void ops_init_avx512(cpu_kernels *k);

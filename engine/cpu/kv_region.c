@@ -1,6 +1,9 @@
 // Owns the memory of KV rows and what is done to whole rows: store, move, turn. Refuses regions
 // that do not fit in memory; which cells are whose was decided above.
 //
+// Rows that are not f32 are turned as floats and stored again by the rule that stored them; the
+// floats between never stay, so that a row is always what its bytes say.
+//
 // Invariant: a row is made by one thread from its own bytes and from the call's arguments, so no
 // division of the work changes a bit. Moves of one region are made in their order by one thread.
 #include "kv_region.h"
@@ -16,9 +19,11 @@ enum {
     TASKS_PER_THREAD = 4     // what a thread that falls behind leaves to the others
 };
 
-int kv_regions_new(kv_regions *r, const backend_config *c) {
-    *r = (kv_regions){.c = c};
-    r->row_bytes = kv_format_row_bytes(c->kv_format, c->n_head_kv * c->head_dim);
+int kv_regions_new(kv_regions *r, const backend_config *c, const cpu_kernels *kernels,
+                   uint32_t n_threads) {
+    const uint32_t width = c->n_head_kv * c->head_dim;
+    *r = (kv_regions){.c = c, .kernels = kernels};
+    r->row_bytes = kv_format_row_bytes(c->kv_format, width);
     for (uint32_t g = 0; g < c->n_groups; g++)
         if (!size_mul(&r->region_bytes[g], (size_t)c->group_cells[g] + 1, r->row_bytes))
             return fail(MF_LIMIT,
@@ -27,7 +32,8 @@ int kv_regions_new(kv_regions *r, const backend_config *c) {
     r->k = mem_alloc(c->n_layer, sizeof *r->k);
     r->v = mem_alloc(c->n_layer, sizeof *r->v);
     r->rope_by = mem_alloc((size_t)ROPE_KINDS * c->n_rot, sizeof *r->rope_by);
-    if (!r->k || !r->v || !r->rope_by) return MF_NOMEM;
+    r->turning = mem_alloc((size_t)n_threads * width, sizeof *r->turning);
+    if (!r->k || !r->v || !r->rope_by || !r->turning) return MF_NOMEM;
     for (uint32_t i = 0; i < c->n_layer; i++) {
         const size_t bytes = r->region_bytes[c->layer_group[i]];
         r->k[i] = mem_pages(bytes);
@@ -48,13 +54,16 @@ void kv_regions_free(kv_regions *r) {
     mem_free(r->k);
     mem_free(r->v);
     mem_free(r->rope_by);
+    mem_free(r->turning);
     *r = (kv_regions){0};
 }
 
 void kv_regions_store(const kv_regions *r, uint32_t layer, uint32_t cell, const float *k,
                       const float *v) {
-    memcpy(kv_region_row(r, r->k[layer], cell), k, r->row_bytes);
-    memcpy(kv_region_row(r, r->v[layer], cell), v, r->row_bytes);
+    kv_store_fn *const store = r->kernels->kv_store[r->c->kv_format];
+    const uint32_t width = r->c->n_head_kv * r->c->head_dim;
+    store(kv_region_row(r, r->k[layer], cell), k, width);
+    store(kv_region_row(r, r->v[layer], cell), v, width);
 }
 
 // ---- moves -----------------------------------------------------------------------------------
@@ -97,7 +106,6 @@ void kv_regions_copy(const kv_regions *r, pool *p, const mf_kv_move *moves, uint
 
 typedef struct rope_job {
     const kv_regions *r;
-    const cpu_kernels *kernels;
     const kv_cell_run *runs;
     uint32_t n;
     uint32_t pieces;               // tasks of each layer
@@ -117,9 +125,18 @@ static void rope_angles(const kv_regions *r, uint32_t kind, int32_t delta) {
     }
 }
 
+static void rope_row(const kv_regions *r, void *row, const float *by, float *floats) {
+    const backend_config *c = r->c;
+    const uint32_t width = c->n_head_kv * c->head_dim;
+    float *x = c->kv_format == KV_FORMAT_F32 ? row : floats;
+    if (x != row) r->kernels->kv_load[c->kv_format](x, row, width);
+    r->kernels->rope(x, by, by + c->n_rot / 2, c->n_head_kv, c->head_dim, c->n_rot,
+                     c->rope_interleaved);
+    if (x != row) r->kernels->kv_store[c->kv_format](row, x, width);
+}
+
 // A share of the rows in one layer, counted through the group's runs in their order.
 static void rope_task(void *arg, uint32_t task, uint32_t thread) {
-    (void)thread;
     const rope_job *job = arg;
     const kv_regions *r = job->r;
     const backend_config *c = r->c;
@@ -128,6 +145,7 @@ static void rope_task(void *arg, uint32_t task, uint32_t thread) {
     const float *by = r->rope_by + (size_t)c->layer_rope[layer] * c->n_rot;
     const uint64_t from = job->rows[group] * piece / job->pieces,
                    to = job->rows[group] * (piece + 1) / job->pieces;
+    float *const floats = r->turning + (size_t)thread * c->n_head_kv * c->head_dim;
     uint64_t before = 0;  // rows of the runs passed
     for (uint32_t i = 0; i < job->n && before < to; i++) {
         const kv_cell_run *run = &job->runs[i];
@@ -135,17 +153,15 @@ static void rope_task(void *arg, uint32_t task, uint32_t thread) {
         const uint64_t first = from > before ? from - before : 0,
                        last = to - before < run->len ? to - before : run->len;
         for (uint64_t row = first; row < last; row++)
-            job->kernels->rope(kv_region_row(r, r->k[layer], run->cell + row), by,
-                               by + c->n_rot / 2, c->n_head_kv, c->head_dim, c->n_rot,
-                               c->rope_interleaved);
+            rope_row(r, kv_region_row(r, r->k[layer], run->cell + row), by, floats);
         before += run->len;
     }
 }
 
-void kv_regions_rope(const kv_regions *r, const cpu_kernels *kernels, pool *p,
-                     const kv_cell_run *runs, uint32_t n, int32_t delta) {
+void kv_regions_rope(const kv_regions *r, pool *p, const kv_cell_run *runs, uint32_t n,
+                     int32_t delta) {
     if (delta == 0) return;  // even a turn by nothing would make one NaN of all NaNs
-    rope_job job = {.r = r, .kernels = kernels, .runs = runs, .n = n, .pieces = 1};
+    rope_job job = {.r = r, .runs = runs, .n = n, .pieces = 1};
     uint64_t all = 0;
     for (uint32_t i = 0; i < n; i++) job.rows[runs[i].group] += runs[i].len;
     for (uint32_t i = 0; i < r->c->n_layer; i++) all += job.rows[r->c->layer_group[i]];

@@ -13,6 +13,15 @@ typedef __m256 vm;  // all bits of a lane set, or none
 
 static inline vf v_load(const float *p) { return _mm256_loadu_ps(p); }
 static inline void v_store(float *p, vf a) { _mm256_storeu_ps(p, a); }
+static inline vf v_load_f16(const uint16_t *p) {
+    return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p));
+}
+static inline void v_store_f16(uint16_t *p, vf a) {
+    _mm_storeu_si128((__m128i *)p, _mm256_cvtps_ph(a, _MM_FROUND_TO_NEAREST_INT));
+}
+static inline vf v_load_i8(const int8_t *p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)));
+}
 static inline vf v_set1(float x) { return _mm256_set1_ps(x); }
 static inline vf v_add(vf a, vf b) { return _mm256_add_ps(a, b); }
 static inline vf v_sub(vf a, vf b) { return _mm256_sub_ps(a, b); }
@@ -51,11 +60,9 @@ static inline void v_zip(vf *a, vf *b, vf even, vf odd) {
     *b = _mm256_permute2f128_ps(l, h, 0x31);
 }
 
-// Columns of the LANES x LANES block whose row i starts at rows[i] + d: column x to out + x *
-// stride.
-static inline void v_transpose(float *out, size_t stride, const float *const *rows, size_t d) {
-    vf r[8], a[8], b[8];
-    for (int i = 0; i < 8; i++) r[i] = v_load(rows[i] + d);
+// Columns of the LANES x LANES block with rows r: column x to out + x * stride.
+static inline void v_transpose(float *out, size_t stride, const vf r[LANES]) {
+    vf a[8], b[8];
     for (int i = 0; i < 8; i += 2) {
         a[i] = _mm256_unpacklo_ps(r[i], r[i + 1]);
         a[i + 1] = _mm256_unpackhi_ps(r[i], r[i + 1]);
@@ -70,6 +77,21 @@ static inline void v_transpose(float *out, size_t stride, const float *const *ro
         v_store(out + i * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x20));
         v_store(out + (i + 4) * stride, _mm256_permute2f128_ps(b[i], b[i + 4], 0x31));
     }
+}
+
+// Exact dots of the 32 codes at rows[i] + at with q, lane i for row i. |q| <= 127.
+static inline vf v_dots(const uint8_t *const *rows, size_t at, const int8_t *q) {
+    const __m256i by = _mm256_loadu_si256((const __m256i *)q), one = _mm256_set1_epi16(1);
+    __m256i s[8];
+    for (int i = 0; i < 8; i++) {
+        const __m256i k = _mm256_loadu_si256((const __m256i *)(rows[i] + at));
+        const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(k), _mm256_sign_epi8(by, k));
+        s[i] = _mm256_madd_epi16(pairs, one);
+    }
+    for (int i = 0; i < 4; i++) s[i] = _mm256_hadd_epi32(s[2 * i], s[2 * i + 1]);
+    const __m256i a = _mm256_hadd_epi32(s[0], s[1]), b = _mm256_hadd_epi32(s[2], s[3]);
+    return _mm256_cvtepi32_ps(_mm256_add_epi32(_mm256_permute2x128_si256(a, b, 0x20),
+                                               _mm256_permute2x128_si256(a, b, 0x31)));
 }
 
 // Bits of the largest magnitude of 32 floats, as an integer.

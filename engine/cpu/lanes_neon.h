@@ -3,6 +3,7 @@
 #define MF_CPU_LANES_NEON_H
 
 #include <arm_neon.h>
+#include <string.h>
 
 #include "kernels.h"
 
@@ -14,6 +15,18 @@ static inline uint32x4_t v_bits(vf a) { return vreinterpretq_u32_f32(a); }
 static inline vf v_float(uint32x4_t a) { return vreinterpretq_f32_u32(a); }
 static inline vf v_load(const float *p) { return vld1q_f32(p); }
 static inline void v_store(float *p, vf a) { vst1q_f32(p, a); }
+static inline vf v_load_f16(const uint16_t *p) {
+    return vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
+static inline void v_store_f16(uint16_t *p, vf a) {
+    vst1_u16(p, vreinterpret_u16_f16(vcvt_f16_f32(a)));
+}
+static inline vf v_load_i8(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, sizeof four);
+    const int16x8_t wide = vmovl_s8(vreinterpret_s8_s32(vdup_n_s32(four)));
+    return vcvtq_f32_s32(vmovl_s16(vget_low_s16(wide)));
+}
 static inline vf v_set1(float x) { return vdupq_n_f32(x); }
 static inline vf v_add(vf a, vf b) { return vaddq_f32(a, b); }
 static inline vf v_sub(vf a, vf b) { return vsubq_f32(a, b); }
@@ -46,17 +59,29 @@ static inline void v_zip(vf *a, vf *b, vf even, vf odd) {
     *b = vzip2q_f32(even, odd);
 }
 
-// Columns of the LANES x LANES block whose row i starts at rows[i] + d: column x to out + x *
-// stride.
-static inline void v_transpose(float *out, size_t stride, const float *const *rows, size_t d) {
-    const vf a = v_load(rows[0] + d), b = v_load(rows[1] + d), c = v_load(rows[2] + d),
-             e = v_load(rows[3] + d);
-    const vf l0 = vzip1q_f32(a, c), l1 = vzip1q_f32(b, e), h0 = vzip2q_f32(a, c),
-             h1 = vzip2q_f32(b, e);
+// Columns of the LANES x LANES block with rows r: column x to out + x * stride.
+static inline void v_transpose(float *out, size_t stride, const vf r[LANES]) {
+    const vf l0 = vzip1q_f32(r[0], r[2]), l1 = vzip1q_f32(r[1], r[3]), h0 = vzip2q_f32(r[0], r[2]),
+             h1 = vzip2q_f32(r[1], r[3]);
     v_store(out, vzip1q_f32(l0, l1));
     v_store(out + stride, vzip2q_f32(l0, l1));
     v_store(out + 2 * stride, vzip1q_f32(h0, h1));
     v_store(out + 3 * stride, vzip2q_f32(h0, h1));
+}
+
+// Exact dots of the 32 codes at rows[i] + at with q, lane i for row i. |q| <= 127.
+static inline vf v_dots(const uint8_t *const *rows, size_t at, const int8_t *q) {
+    const int8x16_t q0 = vld1q_s8(q), q1 = vld1q_s8(q + 16);
+    int32x4_t s[4];
+    for (int i = 0; i < 4; i++) {
+        const int8_t *codes = (const int8_t *)rows[i] + at;
+        const int8x16_t k0 = vld1q_s8(codes), k1 = vld1q_s8(codes + 16);
+        s[i] = vpaddlq_s16(vmull_s8(vget_low_s8(k0), vget_low_s8(q0)));
+        s[i] = vpadalq_s16(s[i], vmull_high_s8(k0, q0));
+        s[i] = vpadalq_s16(s[i], vmull_s8(vget_low_s8(k1), vget_low_s8(q1)));
+        s[i] = vpadalq_s16(s[i], vmull_high_s8(k1, q1));
+    }
+    return vcvtq_f32_s32(vpaddq_s32(vpaddq_s32(s[0], s[1]), vpaddq_s32(s[2], s[3])));
 }
 
 // Bits of the largest magnitude of 32 floats, as an integer.

@@ -43,6 +43,18 @@ static inline float mathf_from_bits(uint32_t u) {
 // The one NaN: machines differ in the sign and payload of the NaNs they make.
 static inline float mathf_canon(float x) { return x == x ? x : mathf_from_bits(0x7fc00000u); }
 
+// The nearest f16's bits, ties to even; Inf from 65520 on; every NaN is 0x7e00.
+static inline uint16_t mathf_f16(float x) {
+    const uint32_t sign = mathf_bits(x) >> 16 & 0x8000u, size = mathf_bits(x) & 0x7fffffffu;
+    if (size > 0x7f800000u) return 0x7e00;
+    if (size >= 0x477ff000u) return (uint16_t)(sign | 0x7c00u);
+    if (size < 0x38800000u) {  // 0.5 has the unit of subnormals, 2^-24, as its last bit
+        const uint32_t sum = mathf_bits(mathf_from_bits(size) + 0.5f);
+        return (uint16_t)(sign | (sum - 0x3f000000u));
+    }
+    return (uint16_t)(sign | ((size - 0x38000000u + 0xfffu + (size >> 13 & 1)) >> 13));
+}
+
 // x <= 0 or NaN. Exactly 1 at 0 of either sign, 0 below -126, never subnormal; NaN gives some NaN.
 static inline float mathf_exp2_neg(float x) {
     const float t = x + MATHF_MAGIC, r = x - (t - MATHF_MAGIC);

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from minfer import demo, padded
+from minfer import demo, padded, sessions
 from minfer._ffi import (
     INT32_MAX,
     INT32_MIN,
@@ -26,6 +26,7 @@ from minfer._ffi import (
     text,
     token_array,
 )
+from minfer.background import Progress, start, watched
 from minfer.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -42,7 +43,6 @@ from minfer.sampling import PENALTY_WINDOW, Sampling
 MAX_CTX, MAX_SEQ, MAX_BATCH, MAX_THREADS = 2**24, 4096, 65536, 1024
 
 Tokens = Sequence[int] | np.ndarray
-Progress = Callable[[str, int, int], None]  # what is done, bytes done, bytes in all
 
 
 @dataclass(frozen=True, eq=False)
@@ -255,6 +255,35 @@ class Engine:
         padded.spread(out, rows)
         return out
 
+    def kv_save(
+        self,
+        path,
+        host_state: bytes = b"",
+        seqs: Iterable[int] | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Writes sequences (None: all that have rows) to a file, with their rows, positions and
+        sharing, and `host_state` beside them: what the caller wants to find again. `progress` is
+        called as in `load`.
+
+        The file is replaced as a whole: whenever the process is stopped, the old file or the new
+        one is there. FileError: the system refused; the old file is as it was.
+        """
+        sessions.save(self.handle, path, host_state, seqs, progress)
+
+    def kv_load(
+        self, path, seqs: Iterable[int] | None = None, progress: Progress | None = None
+    ) -> bytes:
+        """Reads a file that kv_save wrote and returns its host_state. The file's sequences replace
+        those of the same numbers, or those in `seqs`, in the file's order, and go on bit for bit;
+        all others stay as they are.
+
+        The whole file is verified first. FormatError names what is damaged, or what differs from
+        this engine: model, n_ctx, KV format, device. KvFullError: the rows do not fit. FileError:
+        it cannot be read. Each time, nothing has changed.
+        """
+        return sessions.load(self.handle, path, seqs, progress)
+
     def cancel(self) -> None:
         """Makes a forward that runs in another thread raise CancelledError soon."""
         lib.mf_engine_cancel(self.handle)
@@ -430,20 +459,6 @@ def _logits(shape: tuple[int, ...]) -> np.ndarray:
         raise NoMemoryError(f"logits: {error}; ask for those of fewer tokens in a call") from None
 
 
-def _start(call: Callable[[], Any]) -> queue.SimpleQueue:
-    """Starts `call` in a thread of its own; the queue gets (result, error) when it ends."""
-    done: queue.SimpleQueue = queue.SimpleQueue()
-
-    def work() -> None:
-        try:
-            done.put((call(), None))
-        except BaseException as error:
-            done.put((None, error))
-
-    threading.Thread(target=work, daemon=True, name="minfer").start()
-    return done
-
-
 def _interruptibly(compute: Callable[[], None], engine) -> None:
     """Runs `compute` so that Ctrl-C, which Python delivers to the main thread only, cancels it.
 
@@ -453,7 +468,7 @@ def _interruptibly(compute: Callable[[], None], engine) -> None:
     if threading.current_thread() is not threading.main_thread():
         compute()
         return
-    done = _start(compute)
+    done = start(compute)
     try:
         _, error = done.get()
     except BaseException:
@@ -480,13 +495,4 @@ def _load_model(file: GgufFile, device, n_threads: int, progress: Progress | Non
         check(lib.mf_model_load(out, handle, wanted))
         return ffi.gc(out[0], lib.mf_model_free)
 
-    done = _start(pack)
-    while True:
-        try:
-            model, error = done.get(timeout=0.05 if progress else None)
-            break
-        except queue.Empty:
-            progress("packing weights", n_done[0], total)
-    if error is not None:
-        raise error
-    return model
+    return watched(pack, "packing weights", lambda: (n_done[0], total), progress)

@@ -40,7 +40,7 @@ class GgufFile(Mapping[str, Any]):
         try:
             check(lib.mf_gguf_open(out, encoded))
         except FileError as error:
-            raise _missing(encoded, error) from None
+            raise or_missing(encoded, error) from None
         self._file = ffi.gc(out[0], lib.mf_gguf_free)
         info = ffi.new("mf_kv_info *")
         self._index: dict[str, int] = {}
@@ -116,7 +116,7 @@ class GgufFile(Mapping[str, Any]):
         return f"<minfer.GgufFile {self.path!r}, {state}>"
 
 
-def _missing(path: bytes, error: FileError) -> FileError:
+def or_missing(path: bytes, error: FileError) -> FileError:
     """The error as it is, or as a MissingFileError if there is no such file."""
     try:
         os.stat(path)

@@ -1,0 +1,78 @@
+// Owns the bridge between an engine and its session files: what shapes its rows, and how rows leave
+// and enter the device.
+#include "alloc.h"
+#include "engine.h"
+#include "error.h"
+#include "kv_session.h"
+
+static void get_rows(void *arg, uint32_t layer, bool value, uint32_t cell, uint32_t n, void *rows) {
+    const mf_engine *const e = arg;
+    e->m->dev->get_rows(e->b, layer, value, cell, n, rows);
+}
+
+static void put_rows(void *arg, uint32_t layer, bool value, uint32_t cell, uint32_t n,
+                     const void *rows) {
+    mf_engine *const e = arg;
+    e->m->dev->put_rows(e->b, layer, value, cell, n, rows);
+}
+
+// `arg`: the caller's two numbers, which another thread may be reading.
+static void report(void *arg, uint64_t done, uint64_t total) {
+    uint64_t *const numbers = arg;
+    __atomic_store_n(&numbers[1], total, __ATOMIC_RELAXED);
+    __atomic_store_n(&numbers[0], done, __ATOMIC_RELAXED);
+}
+
+static kv_session_shape shape_of(const mf_engine *e) {
+    const mf_model *m = e->m;
+    return (kv_session_shape){.backend = m->dev->id,
+                              .n_layer = m->p.n_layer,
+                              .n_ctx = e->n_ctx,
+                              .n_embd = m->p.n_embd,
+                              .n_head_kv = m->p.n_head_kv,
+                              .head_dim = m->p.head_dim,
+                              .format = e->kv_format,
+                              .model = {m->fingerprint[0], m->fingerprint[1]},
+                              .layer_group = e->layer_group,
+                              .kinds = e->kinds,
+                              .config = e->kv_config};
+}
+
+// All sequences with rows, ascending; `list` [n_seq].
+static uint32_t live_sequences(int32_t *list, const mf_engine *e) {
+    uint32_t n = 0, len = 0;
+    for (uint32_t s = 0; s < e->n_seq; s++)
+        if (!kv_cache_len(&len, e->kv, (int32_t)s) && len) list[n++] = (int32_t)s;
+    return n;
+}
+
+int engine_kv_save(mf_engine *e, const char *path, const mf_kv_save_options *o) {
+    const kv_session_shape shape = shape_of(e);
+    const kv_session_rows rows = {.arg = e, .get = get_rows, .put = put_rows};
+    const kv_session s = {.shape = &shape,
+                          .rows = &rows,
+                          .kv = e->kv,
+                          .progress = o->progress ? report : NULL,
+                          .progress_arg = o->progress};
+    if (o->seqs)
+        return kv_session_save(&s, path, o->seqs, (uint32_t)o->n_seqs, o->host_state,
+                               o->host_bytes);
+    int32_t *const live = mem_alloc(e->n_seq, sizeof *live);
+    if (!live) return MF_NOMEM;
+    const uint32_t n = live_sequences(live, e);
+    const int status = kv_session_save(&s, path, live, n, o->host_state, o->host_bytes);
+    mem_free(live);
+    return status;
+}
+
+int engine_kv_load(void **host, size_t *n_host, mf_engine *e, const char *path,
+                   const mf_kv_load_options *o) {
+    const kv_session_shape shape = shape_of(e);
+    const kv_session_rows rows = {.arg = e, .get = get_rows, .put = put_rows};
+    const kv_session s = {.shape = &shape,
+                          .rows = &rows,
+                          .kv = e->kv,
+                          .progress = o->progress ? report : NULL,
+                          .progress_arg = o->progress};
+    return kv_session_load(host, n_host, &s, path, o->seqs, (uint32_t)o->n_seqs);
+}
