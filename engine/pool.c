@@ -137,7 +137,8 @@ static bool spin_until(bool (*holds)(pool *), pool *p) {
 
 // Both sleeps announce themselves before the last look at the condition, and both wakers make the
 // condition true before they look for sleepers (all sequentially consistent): one of the two sees
-// the other.
+// the other. Each of these writes is a read-modify-write, because qemu lets a plain one be overtaken
+// by the load behind it, which no ARM does; on x86 both are the same instruction.
 static void wait_for_work(pool *p) {
     if (spin_until(has_work, p)) return;
     pthread_mutex_lock(&p->lock);
@@ -150,7 +151,7 @@ static void wait_for_work(pool *p) {
 static void wait_until_done(pool *p) {
     if (spin_until(is_done, p)) return;
     pthread_mutex_lock(&p->lock);
-    atomic_store(&p->caller_sleeps, true);
+    (void)atomic_exchange(&p->caller_sleeps, true);
     while (!is_done(p)) pthread_cond_wait(&p->done, &p->lock);
     atomic_store(&p->caller_sleeps, false);
     pthread_mutex_unlock(&p->lock);
@@ -208,7 +209,7 @@ void pool_run(pool *p, pool_task *task, void *arg, uint32_t n_tasks) {
     atomic_store_explicit(&p->arg, arg, memory_order_relaxed);
     atomic_store_explicit(&p->n_tasks, n_tasks, memory_order_relaxed);
     atomic_store_explicit(&p->unfinished, n_tasks, memory_order_relaxed);
-    atomic_store(&p->word, (uint64_t)++p->generation << 32);
+    (void)atomic_exchange(&p->word, (uint64_t)++p->generation << 32);
     wake_helpers(p, n_tasks - 1);
     work_off(p, 0);
     wait_until_done(p);
@@ -275,7 +276,7 @@ void pool_free(pool *p) {
     if (!p) return;
     if (!is_forked(p)) {  // in a child there is nobody to join, and destroying a condition variable
                           // waits for its waiters
-        atomic_store(&p->stop, true);
+        (void)atomic_exchange(&p->stop, true);
         wake_helpers(p, UINT32_MAX);
         for (uint32_t i = 0; i + 1 < p->n_threads; i++) pthread_join(p->helpers[i].id, NULL);
         pthread_mutex_destroy(&p->lock);
