@@ -137,8 +137,8 @@ static bool spin_until(bool (*holds)(pool *), pool *p) {
 
 // Both sleeps announce themselves before the last look at the condition, and both wakers make the
 // condition true before they look for sleepers (all sequentially consistent): one of the two sees
-// the other. Each of these writes is a read-modify-write, because qemu lets a plain one be overtaken
-// by the load behind it, which no ARM does; on x86 both are the same instruction.
+// the other. Each of these writes is a read-modify-write, because qemu lets a plain one be
+// overtaken by the load behind it, which no ARM does; on x86 both are the same instruction.
 static void wait_for_work(pool *p) {
     if (spin_until(has_work, p)) return;
     pthread_mutex_lock(&p->lock);

@@ -13,4 +13,6 @@ static_assert(sizeof(mf_stats) == 88);
 static_assert(sizeof(mf_kv_span) == 12);
 static_assert(sizeof(mf_kv_group) == 80);
 static_assert(sizeof(mf_kv_move) == 16);
+static_assert(sizeof(mf_kv_save_options) == 48);
+static_assert(sizeof(mf_kv_load_options) == 32);
 static_assert(sizeof(mf_sampling) == 48);
