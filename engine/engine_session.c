@@ -38,6 +38,23 @@ static kv_session_shape shape_of(const mf_engine *e) {
                               .config = e->kv_config};
 }
 
+// A session and what it points at.
+typedef struct bridge {
+    kv_session_shape shape;
+    kv_session_rows rows;
+    kv_session session;
+} bridge;
+
+static void bridge_init(bridge *b, mf_engine *e, uint64_t *progress) {
+    b->shape = shape_of(e);
+    b->rows = (kv_session_rows){.arg = e, .get = get_rows, .put = put_rows};
+    b->session = (kv_session){.shape = &b->shape,
+                              .rows = &b->rows,
+                              .kv = e->kv,
+                              .progress = progress ? report : NULL,
+                              .progress_arg = progress};
+}
+
 // All sequences with rows, ascending; `list` [n_seq].
 static uint32_t live_sequences(int32_t *list, const mf_engine *e) {
     uint32_t n = 0, len = 0;
@@ -47,32 +64,22 @@ static uint32_t live_sequences(int32_t *list, const mf_engine *e) {
 }
 
 int engine_kv_save(mf_engine *e, const char *path, const mf_kv_save_options *o) {
-    const kv_session_shape shape = shape_of(e);
-    const kv_session_rows rows = {.arg = e, .get = get_rows, .put = put_rows};
-    const kv_session s = {.shape = &shape,
-                          .rows = &rows,
-                          .kv = e->kv,
-                          .progress = o->progress ? report : NULL,
-                          .progress_arg = o->progress};
+    bridge b;
+    bridge_init(&b, e, o->progress);
     if (o->seqs)
-        return kv_session_save(&s, path, o->seqs, (uint32_t)o->n_seqs, o->host_state,
+        return kv_session_save(&b.session, path, o->seqs, (uint32_t)o->n_seqs, o->host_state,
                                o->host_bytes);
     int32_t *const live = mem_alloc(e->n_seq, sizeof *live);
     if (!live) return MF_NOMEM;
     const uint32_t n = live_sequences(live, e);
-    const int status = kv_session_save(&s, path, live, n, o->host_state, o->host_bytes);
+    const int status = kv_session_save(&b.session, path, live, n, o->host_state, o->host_bytes);
     mem_free(live);
     return status;
 }
 
 int engine_kv_load(void **host, size_t *n_host, mf_engine *e, const char *path,
                    const mf_kv_load_options *o) {
-    const kv_session_shape shape = shape_of(e);
-    const kv_session_rows rows = {.arg = e, .get = get_rows, .put = put_rows};
-    const kv_session s = {.shape = &shape,
-                          .rows = &rows,
-                          .kv = e->kv,
-                          .progress = o->progress ? report : NULL,
-                          .progress_arg = o->progress};
-    return kv_session_load(host, n_host, &s, path, o->seqs, (uint32_t)o->n_seqs);
+    bridge b;
+    bridge_init(&b, e, o->progress);
+    return kv_session_load(host, n_host, &b.session, path, o->seqs, (uint32_t)o->n_seqs);
 }

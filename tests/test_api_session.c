@@ -7,69 +7,10 @@
 #include <sys/stat.h>
 #include <sys/wait.h>
 
-#include "api_test.h"
+#include "api_kv_test.h"
 #include "os_faults.h"
 
-enum { N_SEQ = 4, CTX = 64, N_BATCH = 8, N_GROUPS = 2, VOCAB = 40, MAX_SPANS = 64 };
-
 static char folder[64], path[96], other[96];  // files in a folder that is otherwise empty
-
-// All that can be seen of a cache.
-typedef struct view {
-    uint32_t len[N_SEQ], next_pos[N_SEQ], max_trim[N_SEQ];
-    size_t n_spans[N_GROUPS][N_SEQ];
-    mf_kv_span spans[N_GROUPS][N_SEQ][MAX_SPANS];
-    mf_kv_group groups[N_GROUPS];
-} view;
-
-static void look(view *v, mf_engine *e) {
-    memset(v, 0, sizeof *v);
-    bool ok = !mf_kv_check(e);
-    for (uint32_t g = 0; g < N_GROUPS; g++) {
-        v->groups[g].size = sizeof v->groups[g];
-        ok &= !mf_kv_get_group(&v->groups[g], e, g);
-        for (int32_t s = 0; s < N_SEQ; s++)
-            ok &= !mf_kv_spans(&v->n_spans[g][s], v->spans[g][s], MAX_SPANS, e, s, g);
-    }
-    for (int32_t s = 0; s < N_SEQ; s++)
-        ok &= !mf_kv_len(&v->len[s], e, s) && !mf_kv_next_pos(&v->next_pos[s], e, s) &&
-              !mf_kv_max_trim(&v->max_trim[s], e, s);
-    check(ok, "the cache cannot be looked at");
-}
-
-// REFUSED, and the cache of engine `e` is as before.
-#define KEPT(wanted, words, call)                                                         \
-    do {                                                                                  \
-        view kept_before, kept_after;                                                     \
-        look(&kept_before, e);                                                            \
-        REFUSED(wanted, words, call);                                                     \
-        look(&kept_after, e);                                                             \
-        check(!memcmp(&kept_before, &kept_after, sizeof(view)), "%s left a mark", #call); \
-    } while (0)
-
-static void append(mf_engine *e, int32_t seq, uint32_t n) {
-    int32_t tokens[CTX];
-    for (uint32_t i = 0; i < n; i++) tokens[i] = (int32_t)(i * 7 + (uint32_t)seq) % VOCAB;
-    const mf_chunk c = {.seq = seq, .logits = MF_LOGITS_NONE, .tokens = tokens, .n_tokens = n};
-    ACCEPTED(mf_engine_forward(NULL, 0, e, &c, 1));
-}
-
-static mf_engine *start(mf_model *model) {
-    const mf_engine_options o = {
-        .size = sizeof o, .n_ctx = CTX, .n_seq = N_SEQ, .n_batch = N_BATCH, .n_threads = 1};
-    return must_start(model, &o);
-}
-
-// Sequences 0 and 1 share 10 rows of 16 and go on alone, 2 has a gap, 3 is empty.
-static mf_engine *start_edited(mf_model *model) {
-    mf_engine *const e = start(model);
-    append(e, 0, 16);
-    ACCEPTED(mf_kv_share(e, 1, 0, 10));
-    append(e, 1, 3);
-    append(e, 2, 6);
-    ACCEPTED(mf_kv_shift(e, 2, 3, 5));
-    return e;
-}
 
 // The logits that a sequence would answer with; it is as before afterwards.
 static void next_logits(float logits[VOCAB], mf_engine *e, int32_t seq) {
@@ -110,7 +51,7 @@ static int count_files(void) {
 }
 
 static void make_folder(void) {
-    strcpy(folder, "/tmp/minfer-session-XXXXXX");
+    strcpy(folder, "/tmp/minfer_session_XXXXXX");
     if (!mkdtemp(folder)) {
         printf("FAILED: no folder for the test\n");
         exit(1);

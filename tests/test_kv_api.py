@@ -570,7 +570,8 @@ def test_order_moves_refuses(moves, error, word):
 
 
 @pytest.mark.parametrize("n", [0, 1])
-def test_the_readme_runs(demo_path, n, capsys):
+def test_the_readme_runs(demo_path, n, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # it saves a session
     text = (Path(__file__).parent.parent / "README.md").read_text()
     code = re.findall(r"```python\n(.*?)```", text, re.DOTALL)[n]
     exec(code.replace('"demo"', repr(str(demo_path))), {"minfer": minfer})
