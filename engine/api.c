@@ -98,7 +98,7 @@ int mf_engine_new(mf_engine **out, mf_model *model, const mf_engine_options *opt
     mf_engine_options o;
     TRY(api_options(&o, sizeof o, options, sizeof(size_t), __func__));
     TRY(check_range("n_ctx", o.n_ctx, KV_POS_MAX));
-    TRY(check_range("n_seq", o.n_seq, 4096));
+    TRY(check_range("n_seq", o.n_seq, KV_MAX_SEQS));
     TRY(check_range("n_batch", o.n_batch, 1 << 16));
     TRY(check_range("n_threads", o.n_threads, 1024));
     const uint64_t saved = fpenv_enter();

@@ -14,3 +14,9 @@ const device *device_find(const char *name) {
     fail(MF_ARG, "device \"%.40s\" is unknown to this build; use cpu", name);
     return NULL;
 }
+
+const char *device_name(uint32_t id) {
+    for (size_t i = 0; i < sizeof devices / sizeof *devices; i++)
+        if (devices[i]->id == id) return devices[i]->name;
+    return NULL;
+}

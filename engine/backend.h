@@ -81,11 +81,16 @@ typedef struct device {
                      void *rows);
     void (*put_rows)(backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
                      const void *rows);
+    // The threads that compute, for other work while they do not; NULL: it has none to lend. It
+    // must then take get_rows and put_rows of different layers from several of them at a time.
+    pool *(*threads)(const backend *b);
     void (*get_stats)(const backend *b, backend_stats *out);
 } device;
 
 // NULL with MF_ARG's line set for an unknown name; NULL name: "cpu".
 const device *device_find(const char *name);
+// NULL for an id that no device has.
+const char *device_name(uint32_t id);
 
 extern const device device_cpu;
 

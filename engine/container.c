@@ -8,6 +8,7 @@
 // is copied before it is verified.
 #include "container.h"
 
+#include <stdatomic.h>
 #include <stdio.h>
 #include <string.h>
 
@@ -396,35 +397,70 @@ static int read_table(container *c) {
                 (ull)end, (ull)c->n);
 }
 
-static int read_sections(container *c, const container_want *want) {
-    reporter progress = {.call = want->progress, .arg = want->progress_arg, .total = c->n};
-    uint64_t at = c->header.n_header;
+// The checksums of all sections, by any number of threads.
+typedef struct summing {
+    const container *c;
+    uint64_t *sums;         // [n_sections]
+    _Atomic uint64_t done;  // bytes summed
+    reporter progress;      // of the calling thread
+} summing;
+
+static void sum_section(void *arg, uint32_t task, uint32_t thread) {
+    summing *const s = arg;
+    const container_section *const section = &s->c->sections[task];
+    const uint8_t *at = s->c->bytes + section->offset;
+    hash64 hash;
+    hash64_begin(&hash, 0);
+    for (uint64_t left = section->n; left;) {
+        const size_t step = (size_t)(left < PROGRESS_BYTES ? left : PROGRESS_BYTES);
+        hash64_add(&hash, at, step);
+        at += step, left -= step;
+        const uint64_t done = atomic_fetch_add(&s->done, step) + step;
+        if (!thread) report(&s->progress, done);
+    }
+    s->sums[task] = hash64_end(&hash);
+}
+
+static int check_padding(const container *c, uint64_t at, uint64_t end) {
+    for (; at < end; at++) {
+        if (!c->bytes[at]) continue;
+        return fail(MF_FORMAT, "%s: padding: byte %llu is %u, 0 is needed; it is damaged", c->name,
+                    (ull)at, c->bytes[at]);
+    }
+    return MF_OK;
+}
+
+// All sections are summed before one is judged, so that what a damaged file is refused for does not
+// depend on the threads.
+static int check_sections(const container *c, const uint64_t *sums) {
+    uint64_t end = c->header.n_header;
     for (uint32_t i = 0; i < c->header.n_sections; i++) {
         const container_section *s = &c->sections[i];
-        for (; at < s->offset; at++) {
-            if (!c->bytes[at]) continue;
-            return fail(MF_FORMAT, "%s: padding: byte %llu is %u, 0 is needed; it is damaged",
-                        c->name, (ull)at, c->bytes[at]);
-        }
-        hash64 hash;
-        hash64_begin(&hash, 0);
-        for (uint64_t left = s->n; left;) {
-            const size_t step = (size_t)(left < PROGRESS_BYTES ? left : PROGRESS_BYTES);
-            hash64_add(&hash, c->bytes + at, step);
-            at += step, left -= step;
-            report(&progress, at);
-        }
-        const uint64_t is = hash64_end(&hash);
-        if (is != s->checksum) {
-            char what[40];
-            snprintf(what, sizeof what, "section %u.%u", s->type, s->index);
-            return damaged(c, what, s->checksum, is);
-        }
+        TRY(check_padding(c, end, s->offset));
+        end = s->offset + s->n;
+        if (sums[i] == s->checksum) continue;
+        char what[40];
+        snprintf(what, sizeof what, "section %u.%u", s->type, s->index);
+        return damaged(c, what, s->checksum, sums[i]);
     }
-    for (uint32_t i = 0; i < c->header.n_sections; i++) {
-        c->sections[i].bytes = c->bytes + c->sections[i].offset;
-    }
-    if (progress.call) progress.call(progress.arg, c->n, c->n);
+    return MF_OK;
+}
+
+static int read_sections(container *c, const container_want *want) {
+    const uint32_t n = c->header.n_sections;
+    summing s = {.c = c,
+                 .sums = mem_alloc(n, sizeof *s.sums),
+                 .progress = {.call = want->progress, .arg = want->progress_arg, .total = c->n}};
+    if (!s.sums) return MF_NOMEM;
+    if (want->threads)
+        pool_run(want->threads, sum_section, &s, n);
+    else
+        for (uint32_t i = 0; i < n; i++) sum_section(&s, i, 0);
+    const int status = check_sections(c, s.sums);
+    mem_free(s.sums);
+    if (status) return status;
+    for (uint32_t i = 0; i < n; i++) c->sections[i].bytes = c->bytes + c->sections[i].offset;
+    if (want->progress) want->progress(want->progress_arg, c->n, c->n);
     return MF_OK;
 }
 

@@ -7,7 +7,7 @@
 #ifndef MF_CONTAINER_H
 #define MF_CONTAINER_H
 
-#include "base.h"
+#include "pool.h"
 
 enum {
     CONTAINER_VERSION = 2,
@@ -68,6 +68,7 @@ typedef struct container_want {
     void *arg;                     // of accept
     container_progress *progress;  // or NULL
     void *progress_arg;
+    pool *threads;  // sections are verified by all of them; NULL: by the caller alone
 } container_want;
 
 // Maps and verifies a file. MF_IO: the system refused; MF_FORMAT: the message names the field, what

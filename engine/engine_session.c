@@ -16,13 +16,6 @@ static void put_rows(void *arg, uint32_t layer, bool value, uint32_t cell, uint3
     e->m->dev->put_rows(e->b, layer, value, cell, n, rows);
 }
 
-// `arg`: the caller's two numbers, which another thread may be reading.
-static void report(void *arg, uint64_t done, uint64_t total) {
-    uint64_t *const numbers = arg;
-    __atomic_store_n(&numbers[1], total, __ATOMIC_RELAXED);
-    __atomic_store_n(&numbers[0], done, __ATOMIC_RELAXED);
-}
-
 static kv_session_shape shape_of(const mf_engine *e) {
     const mf_model *m = e->m;
     return (kv_session_shape){.backend = m->dev->id,
@@ -51,8 +44,9 @@ static void bridge_init(bridge *b, mf_engine *e, uint64_t *progress) {
     b->session = (kv_session){.shape = &b->shape,
                               .rows = &b->rows,
                               .kv = e->kv,
-                              .progress = progress ? report : NULL,
-                              .progress_arg = progress};
+                              .work = {.threads = e->m->dev->threads(e->b),
+                                       .progress = progress ? kv_session_report : NULL,
+                                       .progress_arg = progress}};
 }
 
 // All sequences with rows, ascending; `list` [n_seq].

@@ -11,6 +11,7 @@
 enum {
     KV_POS_MAX = 1 << 24,  // first illegal position: each one below is exact in a float
     KV_MAX_GROUPS = 8,
+    KV_MAX_SEQS = 4096,    // of an engine, and so of a file
     KV_MAP_MAX_SPANS = 64  // runs of cells that one read may carry
 };
 

@@ -61,6 +61,40 @@ static int check_ids(const kv_cache *kv, const int32_t *seqs, uint32_t n) {
     return status;
 }
 
+// ---- what it says ----------------------------------------------------------------------------
+
+uint32_t kv_image_next_pos(const kv_image *image, uint32_t i) {
+    const kv_image_seq *const seq = &image->seqs[i];
+    if (!seq->n_runs) return 0;
+    const kv_run last = image->runs[seq->run_at + seq->n_runs - 1];
+    return last.pos + (seq->len - last.row);
+}
+
+size_t kv_image_spans(mf_kv_span *spans, size_t capacity, const kv_image *image, uint32_t g,
+                      uint32_t i) {
+    const kv_image_seq *const seq = &image->seqs[i];
+    const kv_image_part *const part = &image->groups[g].parts[i];
+    const kv_run *run = image->runs + seq->run_at, *const end = run + seq->n_runs;
+    uint32_t row = part->base;
+    size_t n = 0;
+    for (uint32_t k = 0; k < part->n_spans; k++) {
+        kv_image_span left = image->groups[g].spans[part->span_at + k];
+        while (left.len) {
+            while (run + 1 < end && run[1].row <= row) run++;
+            const uint32_t len = u32_min(left.len, (run + 1 < end ? run[1].row : seq->len) - row);
+            if (n < capacity)
+                spans[n] = (mf_kv_span){.pos = (int32_t)(run->pos + (row - run->row)),
+                                        .cell = (int32_t)left.first,
+                                        .len = (int32_t)len};
+            n++;
+            row += len;
+            left.first += len;
+            left.len -= len;
+        }
+    }
+    return n;
+}
+
 // ---- from a cache ----------------------------------------------------------------------------
 
 static int grown(size_t *capacity, size_t n) {

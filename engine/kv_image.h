@@ -72,6 +72,12 @@ int kv_image_check(const kv_image *image, const kv_config *config);
 // Of a sequence that kv_image_check let pass, or its positions at least: the oldest row that the
 // next query sees in a group.
 uint32_t kv_image_first_needed(const kv_image *image, uint32_t g, uint32_t i);
+// Spans of a sequence's rows with the numbers as cells, in position order, maximal: as many as
+// there are, of which the first `capacity` are written.
+size_t kv_image_spans(mf_kv_span *spans, size_t capacity, const kv_image *image, uint32_t g,
+                      uint32_t i);
+// One above the position of a sequence's last row.
+uint32_t kv_image_next_pos(const kv_image *image, uint32_t i);
 // Room for the sequences, and nothing in it yet; NULL without memory.
 kv_image *kv_image_new(uint32_t n_seqs, uint32_t n_groups);
 

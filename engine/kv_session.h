@@ -3,8 +3,10 @@
 #define MF_KV_SESSION_H
 
 #include "container.h"
-#include "kv_cache.h"
+#include "kv_image.h"
 #include "kvformat.h"
+
+enum { KV_SESSION_MAX_HOST = 1 << 30 };  // bytes of the host's
 
 // All that shapes a row, and so what a file must agree with.
 typedef struct kv_session_shape {
@@ -13,11 +15,23 @@ typedef struct kv_session_shape {
     kv_format format;
     uint64_t model[2];                   // gguf_fingerprint
     const uint32_t *layer_group;         // [n_layer]
-    const char (*kinds)[KV_KIND_BYTES];  // [n_groups]
+    const char (*kinds)[KV_KIND_BYTES];  // [n_groups], each another
     kv_config config;                    // of the cache
 } kv_session_shape;
 
-// How rows come and go: [n][row bytes] of K (value = false) or V of a layer. Cannot fail.
+// Who does the work beside the caller, and who hears of it.
+typedef struct kv_session_work {
+    pool *threads;                 // or NULL
+    container_progress *progress;  // or NULL
+    void *progress_arg;
+} kv_session_work;
+
+// A progress whose argument is the caller's two numbers, done and total, which another thread may
+// be reading.
+void kv_session_report(void *arg, uint64_t done, uint64_t total);
+
+// How rows come and go: [n][row bytes] of K (value = false) or V of a layer. Cannot fail. Layers
+// are put by several threads at a time if there are any.
 typedef struct kv_session_rows {
     void *arg;
     void (*get)(void *arg, uint32_t layer, bool value, uint32_t cell, uint32_t n, void *rows);
@@ -28,9 +42,29 @@ typedef struct kv_session {
     const kv_session_shape *shape;
     const kv_session_rows *rows;
     kv_cache *kv;
-    container_progress *progress;  // or NULL
-    void *progress_arg;
+    kv_session_work work;
 } kv_session;
+
+// An open file, verified whole.
+struct mf_session {
+    container *c;
+    kv_session_shape shape;  // as the file says; config is of the smallest cache for its sequences
+    kv_image *image;
+    uint32_t *layer_group;         // shape's
+    char (*kinds)[KV_KIND_BYTES];  // likewise
+};
+
+// MF_FORMAT: a file that no engine could have saved, or one of another shape than `here` (NULL: any
+// will do).
+int kv_session_open(mf_session **out, const char *path, const kv_session_shape *here,
+                    const kv_session_work *work);
+void kv_session_close(mf_session *s);  // NULL allowed
+// [n_rows of the layer's group][row bytes], in the order of the rows' numbers.
+const uint8_t *kv_session_layer(const mf_session *s, uint32_t layer, bool value);
+const container_section *kv_session_host(const mf_session *s);
+// "ROWS": what a section of the file is.
+const char *kv_session_section_name(uint32_t type);
+size_t kv_session_row_bytes(const kv_session_shape *shape);
 
 // Replaces the file `path` by one of these sequences, host bytes beside them. Whatever fails, the
 // old file or the new one is there, whole.

@@ -29,6 +29,7 @@ extern "C" {
 typedef struct mf_gguf mf_gguf;      // an open GGUF file, all its parts: metadata and tensor table
 typedef struct mf_model mf_model;    // weights, packed for a device; immutable
 typedef struct mf_engine mf_engine;  // a model with its KV cache, graphs and threads
+typedef struct mf_session mf_session;  // an open session file, verified whole; immutable
 
 typedef enum mf_status {
     MF_OK = 0,
@@ -290,7 +291,8 @@ typedef struct mf_kv_save_options {
     size_t size;
     const int32_t *seqs;  // [n_seqs], each once; NULL: all that have rows
     size_t n_seqs;
-    const void *host_state;  // [host_bytes] what the caller wants to find again beside the rows
+    const void *host_state;  // [host_bytes] what the caller wants to find again beside the rows; at
+                             // most 2^30
     size_t host_bytes;
     uint64_t *progress;  // optional, [2]: bytes done so far, and in all; read them atomically
 } mf_kv_save_options;
@@ -313,6 +315,73 @@ int mf_kv_save(mf_engine *engine, const char *path, const mf_kv_save_options *op
 int mf_kv_load(void **host_state, size_t *host_bytes, mf_engine *engine, const char *path,
                const mf_kv_load_options *options);
 void mf_kv_host_free(void *host_state);
+
+// ---- session files without an engine ---------------------------------------------------------
+
+typedef struct mf_session_options {
+    size_t size;
+    uint32_t n_threads;  // for the checksums; 0: one per available core
+    uint64_t *progress;  // optional, [2], as above
+} mf_session_options;
+
+typedef struct mf_session_info {
+    size_t size;
+    uint64_t file_bytes;
+    uint32_t version, flags;  // of the file's header
+    const char *device;       // "cpu"
+    const char *kv_format;    // "f32"
+    uint32_t n_layer, n_ctx, n_embd, n_head_kv, head_dim;
+    uint32_t row_bytes;  // of the K, or the V, of one row in one layer
+    uint32_t n_groups, n_seqs, n_sections;
+    uint64_t fingerprint[2];  // of the model
+    const void *host_state;   // [host_bytes]
+    size_t host_bytes;
+} mf_session_info;
+
+// A part of the file with its checksum, XXH64.
+typedef struct mf_session_section {
+    size_t size;
+    const char *name;  // "KINDS", "SEQS", "ROWS", "K", "V", "HOST"
+    uint32_t index;    // the group of ROWS, the layer of K and V, else 0
+    uint64_t offset;   // in the file
+    uint64_t checksum;
+    const void *data;  // [bytes]
+    size_t bytes;
+} mf_session_section;
+
+// Layers that share their rows' numbers. K and V of each of them are [n_rows][row_bytes].
+typedef struct mf_session_group {
+    size_t size;
+    const char *kind;  // "sliding-512/f32/kv1x256"
+    uint32_t n_layers;
+    uint32_t window;  // 0: none
+    uint32_t n_rows;  // numbers 0..n_rows-1; a row that several sequences read is there once
+} mf_session_group;
+
+typedef struct mf_session_seq {
+    size_t size;
+    int32_t seq;        // its number in the engine that saved it
+    uint32_t len;       // rows, also those that have left their window
+    uint32_t next_pos;  // one above the last row's
+    uint32_t clean;     // leading rows that equal a plain prefill of their tokens
+} mf_session_seq;
+
+// Verifies everything that can be verified without the model: all bytes, and that some engine could
+// have saved them. The file is mapped while it is open: do not truncate it.
+int mf_session_open(mf_session **out, const char *path, const mf_session_options *options);
+void mf_session_free(mf_session *session);
+int mf_session_get_info(mf_session_info *out, const mf_session *session);
+// Sections in the file's order.
+int mf_session_get_section(mf_session_section *out, const mf_session *session, uint32_t index);
+int mf_session_get_group(mf_session_group *out, const mf_session *session, uint32_t group);
+// Group of a layer.
+int mf_session_layer_group(uint32_t *group, const mf_session *session, uint32_t layer);
+// Sequences in the file's order.
+int mf_session_get_seq(mf_session_seq *out, const mf_session *session, uint32_t index);
+// Spans of a sequence in a group, in position order, as mf_kv_spans says; `cell` is the row's
+// number.
+int mf_session_spans(size_t *n, mf_kv_span *spans, size_t capacity, const mf_session *session,
+                     uint32_t index, uint32_t group);
 
 // ---- sampling --------------------------------------------------------------------------------
 

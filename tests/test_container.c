@@ -169,6 +169,34 @@ static void test_big(void) {
     }
 }
 
+// With threads: the same file, and the same damage is named whoever finds it.
+static void test_threads(void) {
+    enum { SECTIONS = 40, BYTES = 1 << 16, FIRST = 1344 };  // FIRST: offset of section 0
+    container_section sections[SECTIONS];
+    for (uint32_t i = 0; i < SECTIONS; i++)
+        sections[i] = (container_section){.type = 5, .index = i, .n = BYTES, .bytes = noise};
+    const container_plan plan = {.n_sections = SECTIONS, .sections = sections};
+    CHECK(!save(path, &plan, BYTES), "%s", mf_last_error());
+    pool *threads = NULL;
+    must(!pool_new(&threads, 3), "a pool");
+    for (int round = 0; round < 20; round++) {
+        if (round == 10)
+            must(
+                !truncate(path, FIRST + 8 * BYTES - 1) && !truncate(path, FIRST + SECTIONS * BYTES),
+                "zeros");
+        seen reading = {0};
+        const container_want want = {.threads = threads, .progress = see, .progress_arg = &reading};
+        container *c = NULL;
+        const int status = container_open(&c, path, &want);
+        if (c) check_sections(c, &plan, "threads");
+        CHECK(!reading.is_wrong && (!c || reading.done == container_bytes(c)), "progress");
+        CHECK(round < 10 ? !status : status == MF_FORMAT && strstr(mf_last_error(), "section 5.7:"),
+              "status %d: %s", status, mf_last_error());
+        container_free(c);
+    }
+    pool_free(threads);
+}
+
 // Nothing may be left of what the heap held before.
 static void test_heap_patterns(void) {
     uint8_t files[2][ROOM] = {{0}};
@@ -544,6 +572,7 @@ int main(void) {
     for (size_t i = 0; i < BIG; i++) noise[i] = (uint8_t)((x = x * 6364136223846793005u + 1) >> 56);
     test_round_trip();
     test_big();
+    test_threads();
     test_heap_patterns();
     test_every_byte();
     test_fields();

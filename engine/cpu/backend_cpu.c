@@ -442,6 +442,8 @@ static void cpu_rope_cells(backend *b, const kv_cell_run *runs, uint32_t n, int3
 
 const kv_regions *cpu_regions(const backend *b) { return &b->kv; }
 
+static pool *cpu_threads(const backend *b) { return b->threads; }
+
 static void cpu_get_rows(const backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
                          void *rows) {
     const kv_regions *r = &b->kv;
@@ -474,5 +476,6 @@ const device device_cpu = {
     .rope_cells = cpu_rope_cells,
     .get_rows = cpu_get_rows,
     .put_rows = cpu_put_rows,
+    .threads = cpu_threads,
     .get_stats = cpu_stats,
 };
