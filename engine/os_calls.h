@@ -17,9 +17,10 @@ typedef struct os_calls {
     int (*lock)(int fd, int operation);  // flock
     void *(*map)(size_t n, int fd);      // all of a file, read-only and private
     ssize_t (*write)(int fd, const void *bytes, size_t n, off_t offset);  // pwrite
-    int (*sync)(int fd);                                                  // fsync
-    int (*rename)(int folder, const char *from, const char *to);          // renameat
-    int (*unlink)(int folder, const char *path);                          // unlinkat
+    void (*begin_sync)(int fd);  // a hint: what was written may go to the disk already
+    int (*sync)(int fd);         // fsync
+    int (*rename)(int folder, const char *from, const char *to);  // renameat
+    int (*unlink)(int folder, const char *path);                  // unlinkat
     int (*close)(int fd);
 } os_calls;
 

@@ -16,10 +16,11 @@
 #include "os_posix.h"
 
 enum {
-    NEW_MODE = 0600,   // also while a file is incomplete, whatever the old one's is
-    MODE_BITS = 0777,  // what is taken over from the old file
-    NAME_KEPT = 200,   // bytes of a target's name that go into the temporary's
-    CLAIM_ROUNDS = 2   // over all slots: another's clean-up may cost a few
+    NEW_MODE = 0600,      // also while a file is incomplete, whatever the old one's is
+    MODE_BITS = 0777,     // what is taken over from the old file
+    NAME_KEPT = 200,      // bytes of a target's name that go into the temporary's
+    CLAIM_ROUNDS = 2,     // over all slots: another's clean-up may cost a few
+    SYNC_BYTES = 8 << 20  // given to the disk at a time: the last fsync has little to wait for
 };
 
 static int open_at(int folder, const char *path, int flags, mode_t mode) {
@@ -185,6 +186,11 @@ int os_replace_write(os_replace *r, uint64_t offset, const void *bytes, size_t n
         if (written < 0 && errno == EINTR) continue;
         if (written <= 0) return os_refused("write", r->path, written ? errno : ENOSPC, "");
         p += written, n -= (size_t)written, offset += (size_t)written;
+        r->n_kept += (uint64_t)written;
+    }
+    if (r->n_kept >= SYNC_BYTES) {
+        os_calls_now()->begin_sync(r->fd);
+        r->n_kept = 0;
     }
     return MF_OK;
 }

@@ -20,6 +20,7 @@ typedef struct os_replace {
     const char *path;               // borrowed, for messages
     int folder, fd;                 // open from begin to commit or abort, else -1
     mode_t mode;                    // of the new file once it is complete
+    uint64_t n_kept;                // bytes written since the disk was last given some
     char name[OS_NAME_BYTES];       // of the target in its folder
     char temporary[OS_NAME_BYTES];  // of the new file in the same folder
 } os_replace;

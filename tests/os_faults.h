@@ -84,6 +84,8 @@ static ssize_t fault_write(int fd, const void *bytes, size_t n, off_t offset) {
     return written;
 }
 
+static void fault_begin_sync(int fd) { os_calls_system.begin_sync(fd); }
+
 static int fault_sync(int fd) { return fault_strikes(FAULT_SYNC) ? -1 : os_calls_system.sync(fd); }
 
 static int fault_rename(int folder, const char *from, const char *to) {
@@ -112,6 +114,7 @@ static void fault_on(int call, long at, int manner, int error) {
         .lock = fault_lock,
         .map = fault_map,
         .write = fault_write,
+        .begin_sync = fault_begin_sync,
         .sync = fault_sync,
         .rename = fault_rename,
         .unlink = fault_unlink,

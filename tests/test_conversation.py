@@ -1,5 +1,6 @@
 """What a conversation computes, keeps and saves: on tiny models, without a terminal."""
 
+import itertools
 import json
 import os
 import subprocess
@@ -336,6 +337,23 @@ def test_room_is_made_in_the_middle_of_an_answer(llama, use_template):
             assert len(talk.ids) == 78
         assert talk.n_dropped == 1 and talk.messages[-1]["content"]
         assert talk.rows[-20:] == talk.ids[-21:-1] or talk.finish == "end"
+
+
+def test_a_cut_in_an_answer_cuts_no_letter(llama, use_template, monkeypatch):
+    with minfer.load(llama, n_ctx=96) as engine:
+        letter = engine.tokenizer.encode("é", add_bos=False)[-2:]
+        said = iter(())
+        monkeypatch.setattr(minfer.Sampling, "__init__", lambda *_, **__: None)
+        monkeypatch.setattr(minfer.Sampling, "pick", lambda *_: next(said))
+        for first in range(2):
+            talk = Talk(engine, {}, 25, use_template=use_template)
+            for talk.max_tokens, text in ((25, "hello"), (70, "and?")):
+                said = itertools.cycle(letter[first:] + letter[:first])
+                talk.turn(text)
+            text = talk.messages[-1]["content"]
+            assert talk.n_dropped == 1 and len(talk.ids) == 70
+            assert text == ("é" * 35 if first == 0 else "\ufffd" + "é" * 34 + "\ufffd")
+            engine.kv.free(0)
 
 
 def test_an_answer_alone_can_fill_the_context(llama):

@@ -60,14 +60,14 @@ def test_the_history_is_replaced_as_a_whole(tmp_path, monkeypatch):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, lambda *_: (_ for _ in ()).throw(OSError(28, "disk full")))
             with pytest.raises(OSError, match="disk full"):
-                conv._replace(str(file), b"new")
+                conv.replace_file(str(file), b"new")
         assert file.read_text() == "old"
         assert sorted(os.listdir(tmp_path)) == ["talk.json", "talk.json.tmp-1", "talk.json.tmp-x"]
-    conv._replace(str(file), b"new")
+    conv.replace_file(str(file), b"new")
     assert file.read_text() == "new"
     link = tmp_path / "link.json"
     link.symlink_to(file)
-    conv._replace(str(link), b"newer")
+    conv.replace_file(str(link), b"newer")
     assert not link.is_symlink() and file.read_text() == "new"
 
 

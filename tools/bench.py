@@ -38,8 +38,8 @@ def main(args) -> int:
             runners = {"minfer": lambda: _measure(engine, args.d, args.p, args.n)}
             peer = None
             if args.vs:
-                peer = Peer(args.vs_python, engine.metadata.path, n_ctx, engine.n_threads)
-                runners[args.vs] = lambda: peer.measure(args.d, args.p, args.n)
+                peer = Peer(args.vs_python, "speed", engine)
+                runners[args.vs] = lambda: peer.ask(args.d, args.p, args.n)
             try:
                 for turn in range(args.r + 1):
                     for name, runner in runners.items():
@@ -103,13 +103,15 @@ def _measure(
 
 
 class Peer:
-    """llama-cpp-python on the same file, context, batch size and number of threads."""
+    """llama-cpp-python on the same file, context, batch size and number of threads; bench_peer.py
+    says what it can be asked for."""
 
-    def __init__(self, python: str, path: str, n_ctx: int, n_threads: int) -> None:
+    def __init__(self, python: str, mode: str, engine: minfer.Engine) -> None:
         self._log = tempfile.TemporaryFile("w+")
         script = Path(__file__).with_name("bench_peer.py")
+        numbers = map(str, (engine.n_ctx, N_BATCH, engine.n_threads))
         self._process = subprocess.Popen(
-            [python, script, path, str(n_ctx), str(N_BATCH), str(n_threads)],
+            [python, script, mode, engine.metadata.path, *numbers],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -117,12 +119,11 @@ class Peer:
         )
         self._read()
 
-    def measure(self, depth: int, n_prefill: int, n_decode: int) -> tuple[float, float]:
-        """As _measure."""
-        self._process.stdin.write(f"{depth} {n_prefill} {n_decode}\n")
+    def ask(self, *words: str | int) -> list[float]:
+        """The numbers that answer them."""
+        self._process.stdin.write(" ".join(map(str, words)) + "\n")
         self._process.stdin.flush()
-        prefill, decode = json.loads(self._read())
-        return prefill, decode
+        return json.loads(self._read())
 
     def close(self) -> None:
         """Ends the process."""

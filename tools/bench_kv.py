@@ -1,9 +1,6 @@
 """minfer bench kv: what the KV cache costs, each figure beside the target it is meant to meet.
 
 Owns five measurements: share, trim, a sliding defrag, decode in a fragmented arena, bookkeeping.
-Refuses to judge the machine: things are compared only with others measured in turns with them, and
-a missed target is shown, it is no error. Invariant: a figure has one sample a round, and a ratio is
-made of samples of one round.
 
 Calls are timed as Python makes them; of a short one, most is Python's own. Only what has to be real
 is computed by the model. Rows whose contents do not matter are copies: a share is shifted by one
@@ -13,65 +10,24 @@ position, and rows that move away from their other readers are copied into cells
 import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from itertools import pairwise
 from statistics import fmean, median
 from time import perf_counter, perf_counter_ns
-from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 import minfer
 from minfer._ffi import ffi
 from minfer.demo import model_path
 from minfer.tools import render
+from minfer.tools.bench_figures import N_BATCH, Figure, fill, ratios, show, token
 
-N_BATCH = 512
 N_SEQ = 64
 CALLS = 200  # of a few microseconds each, for one sample
 # The sequence that is decoded lies in N_RUNS runs of cells, of a length that is no multiple of the
 # 64 positions that attention takes at a time, with free cells behind each run.
 N_RUNS, HOLE = 40, 32
 WARM, TIMED = 2, 24  # decoded tokens; the first ones may build a graph. All fit into one hole
-
-
-@dataclass(frozen=True)
-class Figure:
-    """One line of the table."""
-
-    name: str
-    label: str
-    unit: str
-    samples: list[float]  # one a round
-    at_most: float | None = None
-    at_least: float | None = None
-    facts: dict[str, Any] = field(default_factory=dict)
-
-    def median(self) -> float:
-        return median(self.samples)
-
-    def met(self) -> bool | None:
-        """None without a target."""
-        if self.at_most is not None:
-            return self.median() <= self.at_most
-        return None if self.at_least is None else self.median() >= self.at_least
-
-    def report(self) -> dict[str, Any]:
-        """For --json."""
-        return {
-            "label": self.label,
-            "unit": self.unit,
-            "median": self.median(),
-            "min": min(self.samples),
-            "max": max(self.samples),
-            "samples": self.samples,
-            "at_most": self.at_most,
-            "at_least": self.at_least,
-            "met": self.met(),
-            **self.facts,
-        }
 
 
 def main(args) -> int:
@@ -94,7 +50,7 @@ def main(args) -> int:
 
         with load(n_cells) as engine:
             facts = {"isa": engine.isa, "threads": engine.n_threads, "kv_format": engine.kv_format}
-            _fill(engine, args.rows, bar)
+            fill(engine, args.rows, bar)
             figures += _share(engine, args.rows, args.r, bar)
             figures += _trim(engine, args.rows, run, args.r, bar)
             engine.kv.free(0)
@@ -114,23 +70,11 @@ def main(args) -> int:
     if args.json:
         print(json.dumps(report))
     else:
-        _show(report, figures)
+        show(report, figures)
     return 0
 
 
 # ---- making rows ---------------------------------------------------------------------------------
-
-
-def _token(engine: minfer.Engine, i: int) -> int:
-    return i * 7919 % engine.n_vocab
-
-
-def _fill(engine: minfer.Engine, n_rows: int, bar: render.Bar) -> None:
-    """Rows that the model computed, in the empty sequence 0 of an empty cache: one run of cells."""
-    for first in range(0, n_rows, N_BATCH):
-        bar(f"filling {n_rows:,} rows", first, n_rows)
-        last = min(first + N_BATCH, n_rows)
-        engine.forward_cached([_token(engine, i) for i in range(first, last)], logits="none")
 
 
 def _copy(engine: minfer.Engine, dst: int, src: int) -> None:
@@ -157,10 +101,6 @@ def _microseconds(prepare: Callable[[], None], call: Callable[[], None]) -> floa
         call()
         times.append(perf_counter_ns() - start)
     return median(times) / 1000
-
-
-def _ratios(above: list[float], below: list[float]) -> list[float]:
-    return [a / b for a, b in zip(above, below, strict=True)]
 
 
 def _share(engine: minfer.Engine, n_rows: int, rounds: int, bar: render.Bar) -> list[Figure]:
@@ -219,8 +159,8 @@ def _trim(
         )
         for name, n in rows.items()
     ]
-    ratios = _ratios(by_rows["long"], by_rows["short"])
-    figures.append(Figure("trim_rows_ratio", "  last over first", "x", ratios, at_most=2.0))
+    costs = ratios(by_rows["long"], by_rows["short"])
+    figures.append(Figure("trim_rows_ratio", "  last over first", "x", costs, at_most=2.0))
 
     kv.free(1)
     length = N_RUNS * (run + HOLE)
@@ -239,10 +179,10 @@ def _trim(
         )
         for name, n in spans.items()
     ]
-    ratios = _ratios(by_spans["many_spans"], by_spans["one_span"])
+    costs = ratios(by_spans["many_spans"], by_spans["one_span"])
     return [
         *figures,
-        Figure("trim_spans_ratio", "  last over first", "x", ratios, at_most=float(N_RUNS)),
+        Figure("trim_spans_ratio", "  last over first", "x", costs, at_most=float(N_RUNS)),
     ]
 
 
@@ -250,7 +190,7 @@ def _fill_up(engine: minfer.Engine, n_rows: int) -> None:
     """Gives sequence 0 at least n_rows rows: a few more than it has, if sizes are small."""
     missing = range(engine.kv.len(0), n_rows)
     if missing:
-        engine.forward_cached([_token(engine, i) for i in missing], logits="none")
+        engine.forward_cached([token(engine, i) for i in missing], logits="none")
 
 
 def _bookkeeping(
@@ -258,7 +198,7 @@ def _bookkeeping(
 ) -> list[Figure]:
     """A token's share of a step in which all sequences decode together, n_rows private rows each,
     in an arena that is all but full. The mean counts what else the machine did meanwhile."""
-    _fill(engine, n_rows, bar)
+    fill(engine, n_rows, bar)
     for seq in range(1, N_SEQ):
         bar("copying rows", seq, N_SEQ)
         _copy(engine, seq, 0)
@@ -268,7 +208,7 @@ def _bookkeeping(
         for step in range(steps):
             bar("bookkeeping", turn * steps + step, rounds * steps)
             engine.forward_batch(
-                [minfer.Chunk(seq, [_token(engine, seq + step)], "none") for seq in range(N_SEQ)]
+                [minfer.Chunk(seq, [token(engine, seq + step)], "none") for seq in range(N_SEQ)]
             )
             seconds.append(engine.stats().kv_seconds)
         times = [1e6 * (after - before) / N_SEQ for before, after in pairwise(seconds)]
@@ -310,7 +250,7 @@ def _defrag(engine: minfer.Engine, n_rows: int, rounds: int, bar: render.Bar) ->
     return [
         Figure("defrag", label, "GB/s", speeds, facts=facts),
         Figure("memmove", "memmove of as many bytes", "GB/s", plain),
-        Figure("defrag_ratio", "  defrag over memmove", "x", _ratios(speeds, plain), at_least=0.5),
+        Figure("defrag_ratio", "  defrag over memmove", "x", ratios(speeds, plain), at_least=0.5),
     ]
 
 
@@ -332,7 +272,7 @@ def _decode(engine: minfer.Engine, run: int, rounds: int, bar: render.Bar) -> li
     shares, spans = [], []
     for turn in range(rounds):
         kv.free(0)
-        _fill(engine, N_RUNS * (run + HOLE), bar)
+        fill(engine, N_RUNS * (run + HOLE), bar)
         bar("decode", turn, rounds)
         _cut_holes(engine, run)
         shares.append(min(group.fragmentation for group in kv.stats()))
@@ -352,7 +292,7 @@ def _decode(engine: minfer.Engine, run: int, rounds: int, bar: render.Bar) -> li
             facts=facts,
         ),
         Figure(
-            "decode_ratio", "  time over compact", "x", _ratios(compact, fragmented), at_most=1.05
+            "decode_ratio", "  time over compact", "x", ratios(compact, fragmented), at_most=1.05
         ),
     ]
 
@@ -362,44 +302,7 @@ def _tokens_per_second(engine: minfer.Engine) -> float:
     times = []
     for i in range(WARM + TIMED):
         start = perf_counter()
-        engine.forward_cached([_token(engine, i)])
+        engine.forward_cached([token(engine, i)])
         times.append(perf_counter() - start)
     engine.kv.trim(0, len(times))
     return 1 / median(times[WARM:])
-
-
-# ---- showing -------------------------------------------------------------------------------------
-
-
-def _show(report: dict[str, Any], figures: list[Figure]) -> None:
-    console = Console()
-    console.print(
-        f"{report['model']}: {report['isa']}, {report['threads']} threads, "
-        f"{report['kv_format']} cache",
-        soft_wrap=True,
-        highlight=False,
-    )
-    table = Table("", box=None)
-    for title in ("median", "lowest - highest", "target", "met"):
-        table.add_column(title, justify="right", no_wrap=True)
-    for figure in figures:
-        low, high = min(figure.samples), max(figure.samples)
-        target = ""
-        if figure.at_most is not None:
-            target = f"<= {_number(figure.at_most)}"
-        elif figure.at_least is not None:
-            target = f">= {_number(figure.at_least)}"
-        table.add_row(
-            figure.label,
-            f"{_number(figure.median())} {figure.unit}",
-            f"{_number(low)} - {_number(high)}",
-            target,
-            {None: "", True: "yes", False: "NO"}[figure.met()],
-        )
-    console.print(table)
-    console.print(f"medians of {report['rounds']} rounds", highlight=False, soft_wrap=True)
-
-
-def _number(value: float) -> str:
-    """Three digits, as many as a timing deserves."""
-    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"

@@ -45,8 +45,8 @@ def _prepare_streams() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The arguments; an optional one may stand after options too, where argparse leaves it over."""
-    if argv[:2] == ["bench", "kv"]:
-        argv = ["bench kv", *argv[2:]]  # argparse picks a command by one word
+    if argv[:2] in (["bench", "kv"], ["bench", "session"]):
+        argv = [" ".join(argv[:2]), *argv[2:]]  # argparse picks a command by one word
     args, left = _parser().parse_known_args(argv)
     words = argv[argv.index("--") + 1 :] if "--" in argv else []  # no options, whatever they are
     options = [word for word in left if word.startswith("-") and word != "--"]
@@ -89,13 +89,11 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument(
         "-r", type=_positive, default=5, metavar="N", help="repetitions; medians are shown (5)"
     )
-    bench.add_argument(
-        "--vs", choices=["llama-cpp-python"], help="measure this in turns with minfer"
+    _add_peer(bench)
+    bench.epilog = (
+        "bench kv [MODEL] measures the KV cache, bench session [MODEL] saving and loading it. Files"
+        " with these names are ./kv and ./session."
     )
-    bench.add_argument(
-        "--vs-python", metavar="PATH", default=sys.executable, help="interpreter that can import it"
-    )
-    bench.epilog = "bench kv [MODEL] measures the KV cache. A file with that name is ./kv."
 
     kv = _command(commands, "bench kv", "bench_kv", "measure the KV cache against its targets", "?")
     kv.epilog = _BENCH_KV
@@ -110,6 +108,9 @@ def _parser() -> argparse.ArgumentParser:
     kv.add_argument(
         "-r", type=_positive, default=5, metavar="N", help="rounds; medians are shown (5)"
     )
+
+    _add_bench_session(commands)
+    _add_session(commands)
     return parser
 
 
@@ -121,15 +122,79 @@ what finding cells and windows costs while 64 sequences with rows of their own d
 Every ratio is of figures measured in turns. A missed target does not change the exit status.
 """
 
+_BENCH_SESSION = """
+save: of one sequence that fills its context, under a new name; write: the same bytes written and
+synchronised. load: into the same engine; read: the same file read into memory in use. The file is
+in the page cache for both. verify: opens the file without an engine. --vs: save_state() and
+load_state() with as many tokens, which keep the state in memory. Every ratio is of figures measured
+in turns. A missed target does not change the exit status.
+"""
+
 
 def _command(
     commands, name: str, module: str, about: str, n_models: str | None = None
 ) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
-    command.set_defaults(module=module, usage_error=command.error)
+    command = _bare_command(commands, name, module, about)
     about = 'a GGUF file, or "demo"' + (" (the default)" if n_models else "")
     command.add_argument("model", nargs=n_models, metavar="MODEL", help=about)
     return command
+
+
+def _bare_command(commands, name: str, module: str, about: str) -> argparse.ArgumentParser:
+    command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
+    command.set_defaults(module=module, usage_error=command.error)
+    return command
+
+
+def _add_bench_session(commands) -> None:
+    session = _command(
+        commands,
+        "bench session",
+        "bench_session",
+        "measure saving and loading the KV cache against its targets",
+        "?",
+    )
+    session.epilog = _BENCH_SESSION
+    _add_device(session)
+    session.add_argument(
+        "--rows", type=_positive, default=16384, metavar="N", help="in the cache (16384)"
+    )
+    session.add_argument(
+        "-r", type=_positive, default=5, metavar="N", help="rounds; medians are shown (5)"
+    )
+    session.add_argument(
+        "--dir",
+        default=".",
+        metavar="DIR",
+        help="where files are made and removed: on the disk whose speed matters (here)",
+    )
+    _add_peer(session)
+
+
+def _add_session(commands) -> None:
+    about = "look into the files in which sessions are saved"
+    session = commands.add_parser("session", help=about, description="Look" + about[4:] + ".")
+    commands = session.add_subparsers(required=True, metavar="COMMAND")
+
+    inspect = _bare_command(commands, "inspect", "session", "show what is in a session file")
+    verify = _bare_command(commands, "verify", "session", "verify every byte of a session file")
+    diff = _bare_command(
+        commands, "diff", "session_diff", "show the first difference of two session files"
+    )
+    diff.epilog = "Exit status: 0 if they are equal byte for byte, else 1."
+    plot = _bare_command(
+        commands, "plot", "session_plot", "draw which sequences read which rows of a session file"
+    )
+    for command in (inspect, verify, diff, plot):
+        command.add_argument("file", metavar="FILE", help="a session, as kv_save writes it")
+    diff.add_argument("other", metavar="FILE", help="another")
+    for command in (inspect, verify, diff):
+        command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    inspect.set_defaults(verify=False)
+    verify.set_defaults(verify=True)
+    plot.add_argument(
+        "-o", dest="out", type=_picture, metavar="OUT", help="a .png or .svg file (FILE.png)"
+    )
 
 
 def _add_engine(command: argparse.ArgumentParser) -> None:
@@ -145,6 +210,15 @@ def _add_device(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--threads", type=_positive, metavar="N", help="default: one per core")
     command.add_argument("--json", action="store_true", help="one JSON object on stdout")
+
+
+def _add_peer(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--vs", choices=["llama-cpp-python"], help="measure this in turns with minfer"
+    )
+    command.add_argument(
+        "--vs-python", metavar="PATH", default=sys.executable, help="interpreter that can import it"
+    )
 
 
 def _add_run(command: argparse.ArgumentParser) -> None:
@@ -171,6 +245,12 @@ def _add_run(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="of a conversation: goes on with it, and saves it at the end (the cache in FILE.kv)",
     )
+
+
+def _picture(text: str) -> str:
+    if not text.lower().endswith((".png", ".svg")):
+        raise argparse.ArgumentTypeError(f"{text!r:.60} does not end in .png or .svg")
+    return text
 
 
 def _natural(text: str) -> int:

@@ -77,10 +77,11 @@ class Conversation:
         self._settle()
         self._say("user", text, self._encode(text))
         self.ids, self.finish, said, done = [], None, "", False
+        stream = self.engine.tokenizer.stream()  # one, so that no cut of the context cuts a letter
         try:
             missing: list[int] | None = self._next(self._room(self.max_tokens))
             while missing is not None:
-                pieces = self._generate(missing)
+                pieces = self._generate(missing, stream)
                 with self.reading(len(missing)):
                     piece = next(pieces, "")
                 while piece:
@@ -89,6 +90,9 @@ class Conversation:
                     piece = next(pieces, "")
                 self._settle()
                 missing = self._go_on() if self.finish == "full" else None
+            if piece := stream.flush():
+                said += piece
+                yield piece
             done = True
         finally:
             self._settle()
@@ -150,11 +154,22 @@ class Conversation:
             return []
         return self.engine.tokenizer.encode(text, add_bos=False)
 
-    def _generate(self, missing: list[int]) -> minfer.Generation:
+    def _generate(self, missing: list[int], stream) -> Iterator[str]:
+        """The text of an answer as far as it goes, each piece when it is there."""
         limit = self.max_tokens - len(self.ids)
         pieces = self.engine.generate(missing, max_tokens=limit, seq=SEQ, **self.sampling)
         self._running = (self.rows + missing, pieces)
-        return pieces
+
+        def texts() -> Iterator[str]:
+            n, going = 0, True
+            while going:
+                going = next(pieces, None) is not None
+                text = "".join(map(stream.push, pieces.ids[n:]))
+                n = len(pieces.ids)
+                if text:
+                    yield text
+
+        return texts()
 
     def _settle(self) -> None:
         """Takes over what an answer has left, however it ended. Again is fine: it can be
@@ -304,7 +319,7 @@ class Conversation:
         between the two, the cache is one of another history and will not be used."""
         self._settle()
         data = _history_bytes(self.messages)
-        _replace(path, data)
+        replace_file(path, data)
         state = _State(
             version=SNAPSHOT_VERSION,
             history=_digest(data),
@@ -444,7 +459,7 @@ def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def _replace(path: str, data: bytes) -> None:
+def replace_file(path: str, data: bytes) -> None:
     """Writes a file beside the old one and renames it: whenever it is stopped, one of the two is
     there, whole. Removes what stopped processes have left."""
     path = os.path.abspath(path)
@@ -558,3 +573,17 @@ class _State:
         ):
             if not right:
                 raise _MismatchError(f"{name} contradicts the rest of the state")
+
+
+def state_summary(data: bytes) -> dict[str, Any] | None:
+    """What `save` put beside the rows, in brief; None if it is something else."""
+    try:
+        state = _State.from_bytes(data)
+    except _MismatchError:
+        return None
+    return {
+        "version": state.version,
+        "messages": len(state.messages),
+        "tokens": len(state.rows),
+        "sampling": state.sampling,
+    }

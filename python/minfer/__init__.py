@@ -36,6 +36,7 @@ from minfer.formats import KvFormat, resolve_format
 from minfer.gguf import GgufFile
 from minfer.kv import Kv, KvGroup, Move, Span, order_moves
 from minfer.sampling import Sampling
+from minfer.session_file import SessionFile, SessionGroup, SessionInfo, SessionSection, SessionSeq
 
 __all__ = [
     "ArgumentError",
@@ -69,6 +70,11 @@ __all__ = [
     "NoMemoryError",
     "NotFoundError",
     "Sampling",
+    "SessionFile",
+    "SessionGroup",
+    "SessionInfo",
+    "SessionSection",
+    "SessionSeq",
     "Span",
     "Stats",
     "UnsupportedError",
