@@ -10,6 +10,17 @@ const char *mf_version(void) { return MF_VERSION; }
 
 const char *mf_isas(void) { return device_cpu.isas(); }
 
+int mf_measure_limits(mf_limits *out, const char *isa, uint32_t n_threads) {
+    NOT_NULL(out);
+    if (n_threads > 1024)
+        return fail(MF_ARG, "mf_measure_limits: n_threads is %u; at most 1024", n_threads);
+    mf_limits limits;
+    const uint64_t saved = fpenv_enter();
+    const int status = device_cpu.limits(&limits, isa, n_threads);
+    fpenv_restore(saved);
+    return status ? status : api_fill(out, &limits, sizeof limits, __func__);
+}
+
 // ---- models ----------------------------------------------------------------------------------
 
 int mf_model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {

@@ -56,6 +56,8 @@ typedef struct device {
 
     const char *(*isas)(
         void);  // instruction sets that this machine runs, best first, comma separated
+    // mf_measure_limits; isa and n_threads as in backend_config.
+    int (*limits)(mf_limits *out, const char *isa, uint32_t n_threads);
 
     // Weights: a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form.
     // `n_done` counts bytes.
@@ -81,8 +83,8 @@ typedef struct device {
                      void *rows);
     void (*put_rows)(backend *b, uint32_t layer, bool value, uint32_t cell, uint32_t n,
                      const void *rows);
-    // The threads that compute, for other work while they do not; NULL: it has none to lend. It
-    // must then take get_rows and put_rows of different layers from several of them at a time.
+    // The threads that compute, for other work while they do not; gives NULL if there are none to
+    // lend. If there are, put_rows must take different layers from several of them at a time.
     pool *(*threads)(const backend *b);
     void (*get_stats)(const backend *b, backend_stats *out);
 } device;

@@ -86,9 +86,17 @@ static int compare(const container *c, const session_metadata *file, kv_format f
 // What must agree with itself, where there is nothing to compare with.
 static int check_metadata(const container *c, const session_metadata *m, kv_format format) {
     const uint64_t width = (uint64_t)m->n_head_kv * m->head_dim;
-    const uint64_t bytes =
-        width <= UINT32_MAX / 4 ? kv_format_row_bytes(format, (uint32_t)width) : 0;
-    if (!bytes || m->row_bytes != bytes)
+    if (!m->n_embd || !width || width > UINT32_MAX / 4)
+        return fail(MF_FORMAT,
+                    "%s: n_embd is %u in the file, with %u KV heads of %u: no such model",
+                    container_name(c), m->n_embd, m->n_head_kv, m->head_dim);
+    if (format == KV_FORMAT_Q8_0 && m->head_dim % KV_PACKED_BLOCK != 0)
+        return fail(MF_FORMAT,
+                    "%s: head_dim is %u in the file, with rows of q8_0; it packs blocks "
+                    "of %d",
+                    container_name(c), m->head_dim, KV_PACKED_BLOCK);
+    const uint64_t bytes = kv_format_row_bytes(format, (uint32_t)width);
+    if (m->row_bytes != bytes)
         return fail(MF_FORMAT,
                     "%s: the bytes of a row are %u in the file; %u heads of %u in %s take %llu",
                     container_name(c), m->row_bytes, m->n_head_kv, m->head_dim,
@@ -109,12 +117,12 @@ static int check_size(const container *c, uint32_t type, uint32_t index, uint64_
                       uint64_t most) {
     const container_section *const s = container_find(c, type, index);
     if (!s)
-        return fail(MF_FORMAT, "%s: section %u of type %u is missing; the file is damaged",
-                    container_name(c), index, type);
+        return fail(MF_FORMAT, "%s: section %u.%u (%s) is missing; the file is damaged",
+                    container_name(c), type, index, kv_session_section_name(type));
     if (least <= s->n && s->n <= most) return MF_OK;
-    return fail(MF_FORMAT, "%s: section %u of type %u has %llu bytes, %s%llu are needed",
-                container_name(c), index, type, (ull)s->n, least < most ? "at most " : "",
-                (ull)most);
+    return fail(MF_FORMAT, "%s: section %u.%u (%s) has %llu bytes, %s%llu are needed",
+                container_name(c), type, index, kv_session_section_name(type), (ull)s->n,
+                least < most ? "at most " : "", (ull)most);
 }
 
 // Every section there must be, and no other, none larger than it can be in a cache of n_ctx cells.
@@ -192,7 +200,8 @@ static bool is_kind(uint32_t *window, const char *kind, const kv_session_shape *
     char start[KV_KIND_BYTES];
     kv_kind_format(start, *window, shape->format, false, shape->n_head_kv, shape->head_dim, NULL);
     const size_t n_start = strlen(start);
-    return !strncmp(kind, start, n_start) && (!kind[n_start] || kind[n_start] == '/');
+    if (*window > KV_POS_MAX || strncmp(kind, start, n_start) != 0) return false;
+    return !kind[n_start] || (kind[n_start] == '/' && kind[n_start + 1]);
 }
 
 // Layers of one kind are a group; groups are in the order of their first layers.
@@ -229,11 +238,19 @@ static int read_kinds(mf_session *s, uint32_t n_groups) {
 
 // ---- bookkeeping -----------------------------------------------------------------------------
 
-// As SEQS has it at its start, for kv_image_decode to judge; at least 1.
+// Of an engine that could have saved the file: as many as it has, as far as that is possible.
 static uint32_t count_seqs(kv_bytes seqs) {
     uint32_t n = 0;
     if (seqs.n >= sizeof n) memcpy(&n, seqs.at, sizeof n);
-    return u32_min(u32_max(n, 1), INT32_MAX);
+    return u32_min(u32_max(n, 1), KV_MAX_SEQS);
+}
+
+static int check_ids(const mf_session *s) {
+    for (uint32_t i = 0; i < s->image->n_seqs; i++)
+        if ((uint32_t)s->image->seqs[i].id >= KV_MAX_SEQS)
+            return fail(MF_FORMAT, "%s: SEQS: sequence %u has id %d; no engine has more than %d",
+                        container_name(s->c), i, s->image->seqs[i].id, KV_MAX_SEQS);
+    return MF_OK;
 }
 
 static int read_books(mf_session *s, const kv_session_shape *here) {
@@ -278,6 +295,7 @@ static int open_file(opening *o, const char *path, const kv_session_work *work) 
     if (o->here) TRY(compare_kinds(s, o->here));
     TRY(read_kinds(s, o->meta.n_groups));
     TRY(read_books(s, o->here));
+    if (!o->here) TRY(check_ids(s));
     return check_rows(s);
 }
 

@@ -60,8 +60,22 @@ const char *mf_version(void);
 // The calling thread's last failure, one line; "" if it never failed. Valid until its next failure.
 const char *mf_last_error(void);
 
+// ---- the machine -----------------------------------------------------------------------------
+
 // Instruction sets this machine can run, best first, comma separated: "avx512,avx2,scalar".
 const char *mf_isas(void);
+
+// What bounds every computation, per second and of all threads together.
+typedef struct mf_limits {
+    size_t size;
+    double int8_macs;   // multiply-adds of bytes in registers, in the instructions of the kernels
+    double f32_fmas;    // fused multiply-adds of floats, likewise
+    double read_bytes;  // from memory, far more than the caches hold
+} mf_limits;
+
+// Measures them, which takes about a second, up to 1 GiB of memory, and an idle machine if the
+// numbers are to mean anything. isa and n_threads as in mf_engine_options.
+int mf_measure_limits(mf_limits *out, const char *isa, uint32_t n_threads);
 
 // ---- GGUF files ------------------------------------------------------------------------------
 

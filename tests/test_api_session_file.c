@@ -222,19 +222,19 @@ static void test_metadata(const file *good) {
     } rows[] = {
         {"the backend is 7", 0, 7, MF_UNSUPPORTED},
         {"n_layer is 0", 4, 0, MF_FORMAT},
-        {"section 0 of type 1 has 192 bytes, 256", 4, 4, MF_FORMAT},
+        {"section 1.0 (KINDS) has 192 bytes, 256", 4, 4, MF_FORMAT},
         {"n_layer is 65537", 4, 65537, MF_FORMAT},
         {"at most", 8, 1, MF_FORMAT},
         {NULL, 8, 4096, MF_OK},
         {NULL, 12, 1, MF_OK},
-        {"heads of", 16, 0, MF_FORMAT},
+        {"n_embd is 0", 12, 0, MF_FORMAT},
+        {"1 KV heads of 4294967295: no such", 20, UINT32_MAX, MF_FORMAT},
+        {"0 KV heads", 16, 0, MF_FORMAT},
         {"heads of", 16, 3, MF_FORMAT},
-        {"heads of", 16, UINT32_MAX, MF_FORMAT},
-        {"heads of", 20, UINT32_MAX, MF_FORMAT},
         {"the bytes of a row are 4", 24, 4, MF_FORMAT},
         {"n_groups is 0", 28, 0, MF_FORMAT},
         {"n_groups is 9", 28, 9, MF_FORMAT},
-        {"section 2 of type 3 is missing", 28, 3, MF_FORMAT},
+        {"section 3.2 (ROWS) is missing", 28, 3, MF_FORMAT},
         {"sections", 28, 1, MF_FORMAT},
         {NULL, 32, 1, MF_OK},
     };
@@ -263,6 +263,8 @@ static void test_kinds(const file *good) {
         {"layer 0 stores", "sliding-0/f32/kv1x16"},
         {"layer 0 stores", "sliding-007/f32/kv1x16"},
         {"layer 0 stores", "sliding-99999999999999999999999/f32/kv1x16"},
+        {"layer 0 stores", "sliding-16777217/f32/kv1x16"},
+        {"layer 0 stores", "full/f32/kv1x16/"},
         {"layer 0 stores", "full/q8_0/kv1x16"},
         {"layer 0 stores", "full/f32/kv1x160"},
         {"layer 0 stores", "full/f32/kv1x16\n"},
@@ -318,7 +320,18 @@ static void test_damage(const file *good) {
         write_file(&changed);
         REFUSED(MF_FORMAT, "SEQS", mf_session_open(&s, path, NULL));
     }
-    check(!s, "a refusal wrote");
+    for (uint32_t id = 4095; id < 4097; id++) {
+        changed = *good;
+        memcpy(changed.bytes + seqs + 8, &id, 4);
+        repair(&changed);
+        write_file(&changed);
+        if (id > 4095)
+            REFUSED(MF_FORMAT, "SEQS: sequence 0 has id 4096", mf_session_open(&s, path, NULL));
+        else
+            ACCEPTED(mf_session_open(&s, path, NULL));
+        mf_session_free(s);
+        s = NULL;
+    }
     write_file(good);
 }
 

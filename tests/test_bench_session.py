@@ -12,7 +12,7 @@ import time
 import pytest
 
 import minfer
-from minfer.tools import bench_session, cli, render
+from minfer.tools import bench_session, cli
 
 SIZES = ("--rows", "100", "-r", "2")
 TARGETS = {"save_ratio": 0.7, "load_ratio": 0.7, "verify_one": 5.0}
@@ -161,19 +161,6 @@ def test_ratios_are_of_speeds():
         "peer_load_ratio": (1.0, False),
         "peer_set": (4000.0, None),
     }
-
-
-def test_turns():
-    calls = []
-
-    def measure(name):
-        calls.append(name)
-        return len(calls)
-
-    measures = {name: lambda name=name: measure(name) for name in "abc"}
-    samples = bench_session._in_turns(measures, 2, render.Bar("test"))
-    assert "".join(calls) == "abccbaabc"
-    assert samples == {"a": [6, 7], "b": [5, 8], "c": [4, 9]}
 
 
 def test_what_is_timed(bench, tiny_path, monkeypatch):

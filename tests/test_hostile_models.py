@@ -13,6 +13,7 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
 import minfer
 from minfer import FormatError, UnsupportedError
+from minfer.tools.bench_model import SCALES
 
 SMALL = dict(n_layer=2, n_embd=32, n_head=2, n_head_kv=1, head_dim=16, n_ff=64, n_vocab=24, n_ctx=64)
 SHAPES = {"qwen2": dict(biases=True), "phi3": dict(rope_dim=12), "gemma3": dict(window=8)}
@@ -382,7 +383,7 @@ def wild(weight_type, tensor):
     elif weight_type == "MXFP4":
         data[:3, 0] = [255, 254, 0]
     else:
-        for offset, _ in tinymodels._SCALES[weight_type]:
+        for offset, _ in SCALES[weight_type]:
             scales = np.array([np.nan, -np.inf, np.finfo(np.float16).max], np.float16)
             data[:3, offset : offset + 2] = scales.view(np.uint8).reshape(3, 2)
     return data

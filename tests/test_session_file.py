@@ -1,9 +1,11 @@
 """minfer.SessionFile: what it says of a file is what the engine that saved it said, and what the
 file's bytes say to a reader that shares no code with it (kv_file.py)."""
 
+import gc
 import pickle
 import threading
 import time
+import weakref
 from itertools import groupby
 
 import numpy as np
@@ -14,7 +16,7 @@ from test_machine import FORMATS
 from test_sessions import add
 
 import minfer
-from minfer import session_file
+from minfer import _ffi, session_file
 
 NAMES = {KINDS: "KINDS", SEQS: "SEQS", ROWS: "ROWS", KEYS: "K", VALUES: "V", HOST: "HOST"}
 N_SEQ, HOST_STATE = 6, b"what belongs to it"
@@ -173,6 +175,7 @@ def test_wrong_arguments(made, file):
         lambda: file.layer_group(file.info.n_layer), lambda: file.layer_group(-1),
         lambda: file.rows(file.info.n_layer), lambda: file.rows(-1),
         lambda: file.data("K", file.info.n_layer), lambda: file.data("k"), lambda: file.data(""),
+        lambda: file.data("K", -1),
         lambda: minfer.SessionFile(path, threads=0),
         lambda: minfer.SessionFile(path, threads=2**32), lambda: minfer.SessionFile("a\0b"),
     ):  # fmt: skip
@@ -180,8 +183,9 @@ def test_wrong_arguments(made, file):
             call()
     for call in (
         lambda: file.spans("0"), lambda: file.spans(0, 1.0), lambda: file.rows(None),
-        lambda: file.layer_group(True), lambda: minfer.SessionFile(path, threads="2"),
-        lambda: minfer.SessionFile(3),
+        lambda: file.layer_group(True), lambda: file.data([]), lambda: file.data(b"K"),
+        lambda: file.data("K", True), lambda: file.data("K", 0.0), lambda: file.data("K", None),
+        lambda: minfer.SessionFile(path, threads="2"), lambda: minfer.SessionFile(3),
     ):  # fmt: skip
         with pytest.raises(minfer.ArgumentTypeError):
             call()
@@ -246,3 +250,15 @@ def test_progress_and_ctrl_c(made, monkeypatch):
         minfer.SessionFile(made[0], progress=stop)
     assert time.monotonic() - start < 30
     ended.set()
+
+
+def test_options_keep_what_they_point_at():
+    """Or a thread that an interrupt has left in C would count into memory of others."""
+    numbers = _ffi.ffi.new("uint64_t[2]")
+    seen, made = weakref.ref(numbers), _ffi.options("mf_session_options", progress=numbers)
+    del numbers
+    gc.collect()
+    assert seen() is not None
+    del made
+    gc.collect()
+    assert seen() is None

@@ -1,9 +1,11 @@
 """minfer session plot: every cell has the colours of the sequences that read its row, in the boxes
 that are drawn, in the SVG and in the PNG."""
 
+import errno
 import os
 import subprocess
 import sys
+import tracemalloc
 from collections import Counter
 from functools import partial
 from itertools import pairwise
@@ -14,12 +16,11 @@ import numpy as np
 import pytest
 import tinymodels
 from test_session_file import numbered
-from test_session_tool import N_SEQ, OPTIONS, fill, run_session
+from test_session_tool import N_SEQ, OPTIONS, fill, run_session, write_chain
 from test_sessions import add
 
 import minfer
 from minfer.tools import session_plot
-from minfer.tools.session import runs
 
 SVG = "{http://www.w3.org/2000/svg}"
 LINK = "{http://www.w3.org/1999/xlink}href"
@@ -53,11 +54,30 @@ def test_runs(live, path):
             for seq, rows in enumerate(numbered(live, range(N_SEQ), g)):
                 for _, number in rows:
                     readers[number].append(seq)
-            found = runs(file, g)
-            assert [list(run.readers) for run in found for _ in range(run.len)] == readers
+            found = session_plot.runs(file, g)
+            assert [list(run.readers) for run in found for _ in range(run.len)] == [
+                each[: session_plot.BANDS] for each in readers
+            ]
+            assert [r.n_readers for r in found for _ in range(r.len)] == list(map(len, readers))
             assert [run.first for run in found] == [0, *np.cumsum([r.len for r in found])[:-1]]
-            assert all(x.readers != y.readers for x, y in pairwise(found))
+            assert all(readers[run.first - 1] != readers[run.first] for run in found[1:])
             assert sum(len(r) > 1 for r in readers) == live.kv.stats()[g].n_shared
+
+
+def test_runs_of_many_sequences(tmp_path):
+    """Of n sequences that all share and each end in another row, in memory in proportion to n."""
+    peaks = []
+    for n in (500, 2000):
+        with minfer.SessionFile(write_chain(tmp_path / "chain.kv", n)) as file:
+            tracemalloc.start()
+            found = session_plot.runs(file, 0)
+            peaks.append(tracemalloc.get_traced_memory()[1])
+            tracemalloc.stop()
+        assert [run.first for run in found] == list(range(n))
+        for run in found:
+            assert run.n_readers == n - run.first
+            assert run.readers == tuple(range(n))[run.first :][: session_plot.BANDS]
+    assert peaks[1] < 8 * peaks[0]
 
 
 def cells_of(drawn, n_cells, width):
@@ -95,7 +115,7 @@ def test_cells_have_the_colours_of_their_readers(live, path, width):
     of_seq = session_plot.colours(N_SEQ)
     with minfer.SessionFile(path) as file:
         for g in (0, 1):
-            drawn = list(session_plot.boxes(runs(file, g), N_CTX, width, of_seq))
+            drawn = list(session_plot.boxes(session_plot.runs(file, g), N_CTX, width, of_seq))
             shares, expected = cells_of(drawn, N_CTX, width), expected_shares(live, g, N_CTX)
             assert set(shares) == set(expected) == {*of_seq, session_plot.OTHERS, session_plot.FREE}
             for colour in shares:
@@ -215,7 +235,27 @@ def test_no_rows_and_no_full_group(tmp_path, plot):
 def test_where_a_picture_is_not_written(path, plot, tmp_path, monkeypatch):
     data, picture = path.read_bytes(), tmp_path / "x.png"
     picture.write_bytes(b"old")
-    plot(path, "-o", tmp_path / "none" / "x.png", status=1, error=True)
+    (tmp_path / "folder.png").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(session_plot, "draw", None)  # none of these is worth drawing for
+        for out, cause in (
+            ("none/x.png", "No such file or directory"),
+            ("x.png/x.png", "Not a directory"),
+            ("folder.png", "Is a directory"),
+            ("x" * 255 + ".png", "File name too long"),
+        ):
+            line = plot(path, "-o", tmp_path / out, status=1, error=True)
+            fix = "name a picture that can be written with -o"
+            assert line == f"minfer: {tmp_path / out}: {cause}; {fix}\n"
+
+        def denied(*_):
+            raise PermissionError(errno.EACCES, "Permission denied")
+
+        patch.setattr("builtins.open", denied)
+        assert f"{picture}: Permission denied; name" in plot(
+            path, "-o", picture, status=1, error=True
+        )
+    (tmp_path / "folder.png").rmdir()
     os.link(path, tmp_path / "good.svg")
     os.symlink(path, tmp_path / "same.svg")
     for name in ("good.svg", "same.svg"):
@@ -227,7 +267,7 @@ def test_where_a_picture_is_not_written(path, plot, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        assert "No space" in plot(path, "-o", picture, status=1, error=True)
+        assert f"{picture}: No space" in plot(path, "-o", picture, status=1, error=True)
     assert picture.read_bytes() == b"old" and path.read_bytes() == data
     assert sorted(os.listdir(tmp_path)) == ["good.kv", "good.svg", "same.svg", "x.png"]
     plot(path, "-o", picture)

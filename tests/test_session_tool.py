@@ -4,13 +4,15 @@ files. Pictures are the business of test_session_plot.py."""
 import json
 import os
 import struct
+import tracemalloc
 from collections import Counter
 from functools import partial
 
 import numpy as np
 import pytest
 import tinymodels
-from kv_file import HOST, KEYS, KINDS, ROWS, SEQS, VALUES, books, pack, unpack
+from kv_file import HOST, KEYS, KINDS, METADATA_LAYOUT, ROWS, SEQS, VALUES
+from kv_file import Parts, books, pack, unpack
 from test_cli import minfer as minfer_process
 from test_session_file import numbered
 from test_sessions import add
@@ -66,6 +68,22 @@ def run_session(capsys, *args, status=0, error=False):
         return err
     assert err == ""
     return out
+
+
+def write_chain(path, n):
+    """A session file: sequence i of n reads the rows 0..i. Returns the path."""
+    seqs = [struct.pack("<6I", i, 1 + i, 0, 1, 0, 0) for i in range(n)]
+    rows = [struct.pack("<4I", 0, 1, 0, 1 + i) for i in range(n)]
+    sections = {
+        (KINDS, 0): b"full/f32/kv1x1".ljust(64, b"\0"),
+        (SEQS, 0): struct.pack("<2I", n, 1) + b"".join(seqs),
+        (ROWS, 0): struct.pack("<2I", 0, n) + b"".join(rows),
+        (KEYS, 0): bytes(4 * n),
+        (VALUES, 0): bytes(4 * n),
+        (HOST, 0): b"",
+    }
+    path.write_bytes(pack(Parts(0, METADATA_LAYOUT.pack(0, 1, n, 8, 1, 1, 4, 1, 1, 2), sections)))
+    return path
 
 
 @pytest.fixture
@@ -135,6 +153,20 @@ def test_inspect(good, session):
     assert "10 opaque bytes" in session("inspect", path)
 
 
+def test_inspect_many_sequences(tmp_path, session):
+    """In memory in proportion to them, however many share a row."""
+    peaks = []
+    for n in (500, 2000):
+        path = write_chain(tmp_path / "chain.kv", n)
+        tracemalloc.start()
+        report = json.loads(session("inspect", path, "--json"))
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+        shared = [seq["groups"][0]["shared"] for seq in report["sequences"]]
+        assert shared == [*range(1, n), n - 1]
+    assert peaks[1] < 8 * peaks[0]
+
+
 def test_inspect_a_conversation(tiny_path, tmp_path, session):
     talk = tmp_path / "talk.json"
     args = ("-n", 5, "--seed", 3, "--top-k", 17, "--session", talk)
@@ -151,7 +183,7 @@ def test_inspect_a_conversation(tiny_path, tmp_path, session):
 
     for command in ("inspect", "verify", "plot"):
         assert f"in {talk}.kv" in session(command, talk, status=1, error=True)
-    assert f"in {talk}.kv" in session("diff", f"{talk}.kv", talk, status=1, error=True)
+    assert f"in {talk}.kv" in session("diff", f"{talk}.kv", talk, status=2, error=True)
     os.unlink(talk)
     assert f"in {talk}.kv" in session("verify", talk, status=1, error=True)
     assert ".kv" not in session("verify", tiny_path, status=1, error=True)
@@ -186,8 +218,28 @@ def test_inspect_any_host_state(live, tmp_path, session, host, words):
     verdict = session("verify", path)
     assert verdict.startswith(f"{tmp_path}/[bold][31m:smile:.kv: good: ")
     assert not any(c < " " and c != "\n" or "\x7f" <= c <= "\x9f" for c in out)
-    report = json.loads(session("inspect", path, "--json"))
+    report = strict_json(session("inspect", path, "--json"))
     assert report["host_state"]["bytes"] == len(host)
+
+
+def strict_json(text):
+    """JSON as everyone reads it: without NaN and infinities."""
+
+    def refused(name):
+        raise AssertionError(f"{name} is no JSON")
+
+    return json.loads(text, parse_constant=refused)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "1e9"])
+def test_inspect_a_conversation_with_a_number_that_is_none(live, tmp_path, session, number):
+    state = dict(version=1, history="", template="", messages=[], encoded=[], first=0, rows=[],
+                 position=0, cut=0, kept=0, sampling={"temperature": 0})  # fmt: skip
+    host = json.dumps(state).replace('"temperature": 0', f'"temperature": {number}')
+    live.kv_save(tmp_path / "x.kv", host.encode())
+    session("inspect", tmp_path / "x.kv")
+    report = strict_json(session("inspect", tmp_path / "x.kv", "--json"))["host_state"]
+    assert report["is"] == ("conversation" if number == "1e9" else "json")
 
 
 def test_verify(good, live, session, tmp_path):
@@ -225,10 +277,17 @@ def test_every_command_refuses_what_is_damaged(good, session, tmp_path):
         if i < 6:
             commands += [("inspect", bad), ("plot", bad), ("diff", path, bad), ("diff", bad, path)]
         for command in commands:
-            line = session(*command, status=1, error=True)
+            status = 2 if command[0] == "diff" else 1
+            line = session(*command, status=status, error=True)
             assert f"{bad}: " in line and any(word in line for word in words), line
-    line = session("verify", tmp_path / "absent.kv", status=1, error=True)
-    assert "absent.kv: " in line and "No such file" in line
+        report = json.loads(session("verify", bad, "--json", status=1))
+        error = line.removeprefix("minfer: ").rstrip("\n")
+        assert report == {"file": str(bad), "good": False, "error": error}
+    for args in (("verify",), ("verify", "--json"), ("inspect", "--json"), ("diff", path)):
+        for name, cause in (("absent.kv", "No such file"), (".", "is a folder")):
+            status = 2 if args[0] == "diff" else 1
+            line = session(*args, tmp_path / name, status=status, error=True)
+            assert str(tmp_path / name) in line and cause in line, line
     assert sorted(os.listdir(tmp_path)) == ["bad.kv", "good.kv"]
 
 

@@ -14,7 +14,7 @@ import pytest
 
 import minfer
 from minfer import demo
-from minfer.tools import bench, cli, render
+from minfer.tools import cli, render
 from minfer.tools.run import conversation
 
 TURNS = ["hello there", "and then?", "good night"]
@@ -192,7 +192,7 @@ def test_sampling_flags_reach_generate(tiny_path, monkeypatch, capsys, flags, na
     capsys.readouterr()
 
 
-@pytest.mark.parametrize("command", [("run", "hi", "-n", "1"), ("info",), ("bench", "-p2", "-n1")])
+@pytest.mark.parametrize("command", [("run", "hi", "-n", "1"), ("info",)])
 def test_engine_flags_reach_load(tiny_path, monkeypatch, capsys, command):
     seen, load = [], minfer.load
 
@@ -211,14 +211,6 @@ def test_engine_flags_reach_load(tiny_path, monkeypatch, capsys, command):
 def test_printable_drops_what_a_terminal_would_obey():
     said = "\x1b[2Ja\x00b\tc\nd\x7f\x9be\x85\r\x08é€😀"
     assert render.printable(said) == "[2Jab\tc\nde" + "é€😀"
-
-
-def test_bench_does_not_count_the_first_turn(tiny_path, monkeypatch, capsys):
-    turns = iter([(1e6, 1e6), (2.0, 4.0)])
-    monkeypatch.setattr(bench, "_measure", lambda *_: next(turns))
-    assert cli.main(["bench", str(tiny_path), "-p", "8", "-n", "4", "-r", "1", "--json"]) == 0
-    rates = json.loads(capsys.readouterr().out)["results"]["minfer"]
-    assert rates == {"prefill": 4.0, "decode": 1.0} and next(turns, None) is None
 
 
 def test_memory_of_info(tiny_path, capsys):

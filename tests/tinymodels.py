@@ -5,32 +5,26 @@ a few hundred KB each, the same bytes for the same arguments. Their shapes are c
 an engine can get wrong shows: grouped heads, a window of 8 that a short prompt crosses, full and
 windowed layers, a vocabulary that is not whole panels of 16 rows.
 
-Weights have a standard deviation of 1/sqrt(n_in), so that values keep their size through the
-layers. Quantised weights are random blocks, not quantised numbers: every code, sub-scale and
-minimum of the format occurs, and only the block's own scale is set to a sane value. The generator
-is NumPy's frozen one, because goldens/peer_tiny.npz has logits of the files of seed 0.
+Weights and tokenizer are those of minfer bench model. The generator is NumPy's frozen one, because
+goldens/peer_tiny.npz has logits of the files of seed 0.
 """
 
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-from gguf import (
-    GGML_QUANT_SIZES,
-    GGMLQuantizationType,
-    GGUFReader,
-    GGUFValueType,
-    GGUFWriter,
-    TokenType,
-)
-from gguf.quants import dequantize, quantize
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 
-WEIGHT_TYPES = [
-    "F32", "F16", "BF16", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0",
-    "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4",
-]  # fmt: skip
-FLOAT_TYPES = WEIGHT_TYPES[:3]
-QUANT_TYPES = WEIGHT_TYPES[3:]
+from minfer.tools.bench_model import (
+    FLOAT_TYPES,
+    WEIGHT_TYPES,
+    add_metadata,
+    add_tokenizer,
+    block_size,
+    random_matrix,
+)
+
+QUANT_TYPES = [name for name in WEIGHT_TYPES if name not in FLOAT_TYPES]
 
 
 @dataclass(frozen=True)
@@ -103,23 +97,6 @@ VARIANTS = [
     ("gemma2-27b", "gemma2", dict(n_layer=46)),
 ]  # fmt: skip
 
-# Byte offsets of the float16 scales in a block, and their size relative to the first. The sizes put
-# the mean of the random codes near zero: a minimum takes back what the unsigned codes add.
-_SCALES = {
-    "Q4_0": [(0, 1.0)],
-    "Q4_1": [(0, 1.0), (2, -7.5)],
-    "Q5_0": [(0, 1.0)],
-    "Q5_1": [(0, 1.0), (2, -15.5)],
-    "Q8_0": [(0, 1.0)],
-    "Q2_K": [(80, 1.0), (82, 1.5)],
-    "Q3_K": [(108, 1.0)],
-    "Q4_K": [(0, 1.0), (2, 7.5)],
-    "Q5_K": [(0, 1.0), (2, 15.5)],
-    "Q6_K": [(208, 1.0)],
-    "IQ4_NL": [(0, 1.0)],
-    "IQ4_XS": [(0, 1.0)],
-}
-
 
 def write(path, arch="gemma3", weight_type="F32", seed=0, **overrides):
     """Writes a model and returns its path. `overrides` are fields of Shape.
@@ -127,14 +104,14 @@ def write(path, arch="gemma3", weight_type="F32", seed=0, **overrides):
     `weight_type` is that of every matrix; norms, biases and rope factors are F32, as in real files.
     """
     shape = _ARCH_SHAPES[arch]
-    if _block(weight_type) == 256:  # rows must be whole blocks
+    if block_size(weight_type) == 256:  # rows must be whole blocks
         n_head = overrides.get("n_head", shape.n_head)
         shape = replace(shape, n_embd=256, n_ff=256, n_head=n_head, head_dim=256 // n_head)
     shape = replace(shape, **overrides)
 
     writer = GGUFWriter(path, arch)
     _add_metadata(writer, shape, arch)
-    _add_tokenizer(writer, shape.n_vocab)
+    add_tokenizer(writer, shape.n_vocab)
     _add_tensors(writer, shape, weight_type, np.random.RandomState(seed))
     _finish(writer)
     return Path(path)
@@ -181,52 +158,9 @@ def split(path, n):
     return parts[0]
 
 
-def random_matrix(rng, weight_type, n_out, n_in):
-    """Bytes or floats of a random [n_out, n_in] matrix, in the form that GGUFWriter takes."""
-    std = n_in**-0.5
-    if weight_type in FLOAT_TYPES:
-        values = (rng.standard_normal((n_out, n_in)) * std).astype(np.float32)
-        return quantize(values, GGMLQuantizationType[weight_type])
-
-    qtype = GGMLQuantizationType[weight_type]
-    n_block, n_bytes = GGML_QUANT_SIZES[qtype]
-    blocks = rng.randint(0, 256, (n_out * n_in // n_block, n_bytes), dtype=np.uint8)
-    if weight_type == "MXFP4":  # the scale is a power of two: byte e stands for 2^(e - 128)
-        blocks[:, 0] = 128 + rng.randint(-1, 2, len(blocks))
-        spread = dequantize(blocks, qtype).std()
-        blocks[:, 0] += np.int8(round(np.log2(std / spread))).view(np.uint8)
-    else:
-        jitter = rng.uniform(0.5, 1.5, (len(blocks), 2)) * rng.choice([-1, 1], (len(blocks), 1))
-        _set_scales(blocks, weight_type, jitter)
-        spread = dequantize(blocks, qtype).std()
-        _set_scales(blocks, weight_type, jitter * (std / spread))
-    return blocks.reshape(n_out, -1)
-
-
-def _block(weight_type):
-    return GGML_QUANT_SIZES[GGMLQuantizationType[weight_type]][0]
-
-
-def _set_scales(blocks, weight_type, sizes):
-    """blocks [n, bytes], sizes [n, 2]."""
-    for (offset, relative), size in zip(_SCALES[weight_type], sizes.T):
-        scale = (size * relative).astype(np.float16)
-        blocks[:, offset : offset + 2] = scale.view(np.uint8).reshape(-1, 2)
-
-
 def _add_metadata(writer, s, arch):
     writer.add_name("tiny random model")
-    writer.add_context_length(s.n_ctx)
-    writer.add_embedding_length(s.n_embd)
-    writer.add_block_count(s.n_layer)
-    writer.add_feed_forward_length(s.n_ff)
-    writer.add_head_count(s.n_head)
-    writer.add_head_count_kv(s.n_head_kv)
-    writer.add_key_length(s.head_dim)
-    writer.add_value_length(s.head_dim)
-    writer.add_layer_norm_rms_eps(s.eps)
-    writer.add_rope_freq_base(s.rope_base)
-    writer.add_vocab_size(s.n_vocab)
+    add_metadata(writer, s)
     if s.rope_dim:
         writer.add_rope_dimension_count(s.rope_dim)
     if s.window:
@@ -242,32 +176,6 @@ def _add_metadata(writer, s, arch):
             writer.add_rope_scaling_factor(s.rope_factor)
     if s.rope_attn_factor != 1.0:
         writer.add_rope_scaling_attn_factors(s.rope_attn_factor)
-
-
-def _add_tokenizer(writer, n_vocab):
-    """SentencePiece style: three special tokens, all bytes if they fit, then pieces, best first."""
-    control, byte, normal = TokenType.CONTROL, TokenType.BYTE, TokenType.NORMAL
-    vocab = [("<unk>", 0.0, TokenType.UNKNOWN), ("<s>", 0.0, control), ("</s>", 0.0, control)]
-    if n_vocab >= len(vocab) + 256:
-        vocab += [(f"<0x{b:02X}>", 0.0, byte) for b in range(256)]
-    letters = "etaoinshrdlucmfwypvbgkqjxz"
-    pieces = ["▁", *letters, *("▁" + x for x in letters), *"0123456789.,!?'"]
-    pieces += ["th", "▁th", "▁the"]
-    while len(vocab) < n_vocab:
-        rank = len(vocab)
-        piece = pieces.pop(0) if pieces else f"piece{rank}"
-        vocab.append((piece, -float(rank), normal))
-    tokens, scores, types = zip(*vocab[:n_vocab], strict=True)
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list(list(tokens))
-    writer.add_token_scores(list(scores))
-    writer.add_token_types([int(t) for t in types])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-    writer.add_add_bos_token(True)
-    writer.add_add_space_prefix(False)
 
 
 def _add_tensors(writer, s, weight_type, rng):

@@ -1,12 +1,22 @@
-"""minfer bench: prefill and decode per second, alone or in turns with llama-cpp-python."""
+"""minfer bench: how fast a model is read and continued here, alone or in turns with
+llama-cpp-python.
+
+Each side runs in a process of its own (bench_worker.py, bench_peer.py), so that what one needs to
+start, to load and to hold can be compared, and neither computes in a program that does something
+else. Invariant: the sides are measured in turns, and every other round the other way round, so that
+no one always comes first; the first round warms up and does not count. A ratio is the median of the
+rounds' ratios.
+"""
 
 import json
 import os
-import subprocess
-import tempfile
-import time
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 from rich.console import Console
@@ -14,56 +24,41 @@ from rich.table import Table
 
 import minfer
 from minfer.demo import model_path
-from minfer.tools import render
+from minfer.tools import bench_child, render
+from minfer.tools.bench_figures import N_BATCH, in_turns, number, ratios
 
-N_BATCH = 512
+OURS = "minfer"
+FIRST_PROMPT = 16  # tokens read for the first token of an answer
+
+Side = Callable[[], bench_child.Child]  # starts its process
+Samples = dict[str, list[float]]  # of each side, one a round
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table: `amount` of `unit` in the seconds that a question takes."""
+
+    label: str
+    question: tuple[str | int, ...]
+    amount: int
+
+    def rates(self, seconds: list[float]) -> list[float]:
+        """Tokens per second."""
+        return [self.amount / s for s in seconds]
 
 
 def main(args) -> int:
     """Runs the subcommand; returns the exit status."""
-    n_ctx = max(args.n_ctx or 0, args.d + max(args.p, args.n + 1))
-    times: dict[str, list[tuple[float, float]]] = {}
+    runs = []
     with render.Bar(f"loading {args.model}") as bar:
-        path = model_path(args.model, bar)
-        start = time.perf_counter()
-        with minfer.load(
-            path,
-            n_ctx=n_ctx,
-            n_batch=N_BATCH,
-            threads=args.threads,
-            cache_type=args.cache_type,
-            progress=bar,
-        ) as engine:
-            load_seconds = time.perf_counter() - start
-            runners = {"minfer": lambda: _measure(engine, args.d, args.p, args.n)}
-            peer = None
-            if args.vs:
-                peer = Peer(args.vs_python, "speed", engine)
-                runners[args.vs] = lambda: peer.ask(args.d, args.p, args.n)
-            try:
-                for turn in range(args.r + 1):
-                    for name, runner in runners.items():
-                        bar(f"measuring {name}", turn, args.r + 1)
-                        seconds = runner()
-                        if turn:  # the first turn warms up
-                            times.setdefault(name, []).append(seconds)
-            finally:
-                if peer:
-                    peer.close()
-            facts = {"isa": engine.isa, "threads": engine.n_threads, "kv_format": engine.kv_format}
-    report = {
-        "model": os.fspath(path),
-        "depth": args.d,
-        "prefill_tokens": args.p,
-        "decode_tokens": args.n,
-        "repetitions": args.r,
-        "load_seconds": load_seconds,
-        **facts,
-        "results": {name: _rates(rows, args) for name, rows in times.items()},
-    }
-    if args.vs:
-        ours, theirs = report["results"]["minfer"], report["results"][args.vs]
-        report["ratio"] = {key: ours[key] / theirs[key] for key in ours}
+        path = os.fspath(model_path(args.model, bar))
+        minfer.GgufFile(path).close()  # what is no model is said here
+        sides: dict[str, Side] = {OURS: lambda: bench_child.ours(path)}
+        if args.vs:
+            sides[args.vs] = lambda: bench_child.peer(args.vs_python, "speed", path)
+        for threads, fmt in product(args.threads or [_cores()], args.cache_type):
+            runs.append(_run(sides, args, threads, fmt, bar))
+    report = {"model": path, "repetitions": args.r, "runs": runs}
     if args.json:
         print(json.dumps(report))
     else:
@@ -71,95 +66,122 @@ def main(args) -> int:
     return 0
 
 
-def _rates(rows: list[tuple[float, float]], args) -> dict[str, float]:
-    """Median tokens per second."""
+def _cores() -> int:
+    """Those that minfer takes by default: the peer gets as many."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# ---- measuring -----------------------------------------------------------------------------------
+
+
+def _rows(args) -> list[Row]:
+    rows = []
+    for depth in args.d:
+        at = f" at {depth:,}" if depth else ""
+        rows += [
+            Row(f"prefill of {args.p:,}{at}", ("prefill", depth, args.p), args.p),
+            Row(f"decode of {args.n:,}{at}", ("decode", depth, args.n), args.n),
+        ]
+    for n_seq in args.b:
+        label = f"decode of {args.n:,}, {n_seq} sequence{'s'[: n_seq > 1]}"
+        rows.append(Row(label, ("batch", n_seq, args.n), n_seq * args.n))
+    return rows
+
+
+def _run(sides: dict[str, Side], args, threads: int, fmt: str, bar: render.Bar) -> dict[str, Any]:
+    """All rows with a number of threads and a format of the cache."""
+    n_seq = max(args.b, default=1)
+    n_most = max(args.d) + max(args.p, args.n + 1)
+    n_ctx = max(args.n_ctx or 0, n_most, n_seq * (args.n + 1), FIRST_PROMPT)
+    opening = ("open", n_ctx, n_seq, N_BATCH, threads, fmt)
+
+    def each(what: str, ask: Callable[[str], float]) -> Samples:
+        calls = {name: partial(ask, name) for name in sides}
+        return in_turns(calls, args.r, lambda name, *at: bar(f"{what}, {name}", *at))
+
+    def first(name: str) -> float:
+        start = perf_counter()
+        with closing(sides[name]()) as child:
+            child.ask(*opening)
+            child.ask("first", FIRST_PROMPT)
+            return perf_counter() - start
+
+    results = [_result("start to first token", "s", each("first token", first))]
+    with ExitStack() as stack:
+        children = {name: stack.enter_context(closing(side())) for name, side in sides.items()}
+        loads = each("loading", lambda name: children[name].ask(*opening))
+        results.append(_result("load", "s", loads))
+        for row in _rows(args):
+            seconds = each(row.label, lambda name: children[name].ask(*row.question))
+            rates = {name: row.rates(s) for name, s in seconds.items()}
+            results.append(_result(row.label, "tokens/s", rates))
+        peaks = {name: [child.ask("peak")] for name, child in children.items()}
+        if all(peak[0] for peak in peaks.values()):
+            results.append(_result("most memory", "bytes", peaks))
+        facts = {name: child.ask("facts") for name, child in children.items()}
     return {
-        "prefill": args.p / median(prefill for prefill, _ in rows),
-        "decode": args.n / median(decode for _, decode in rows),
+        "n_ctx": n_ctx,
+        "n_seq": n_seq,
+        "threads": threads,
+        "isa": facts[OURS]["isa"],
+        "kv_formats": {name: about["kv_format"] for name, about in facts.items()},
+        "results": results,
     }
 
 
-def _measure(
-    engine: minfer.Engine, depth: int, n_prefill: int, n_decode: int
-) -> tuple[float, float]:
-    """Seconds to prefill and to decode, each with `depth` tokens in the cache before."""
-    ids = [i * 7919 % engine.n_vocab for i in range(depth + max(n_prefill, n_decode + 1))]
+def _result(what: str, unit: str, samples: Samples) -> dict[str, Any]:
+    def about(values: list[float]) -> dict[str, Any]:
+        return {
+            "median": median(values),
+            "min": min(values),
+            "max": max(values),
+            "samples": values,
+        }
 
-    def fill() -> None:
-        engine.kv.free(0)
-        if depth:
-            engine.forward_cached(ids[:depth], logits="none")
-
-    fill()
-    start = time.perf_counter()
-    engine.forward_cached(ids[depth : depth + n_prefill])
-    prefill = time.perf_counter() - start
-    fill()
-    engine.forward_cached(ids[depth : depth + 1])
-    start = time.perf_counter()
-    for token in ids[depth + 1 : depth + 1 + n_decode]:
-        engine.forward_cached([token])
-    return prefill, time.perf_counter() - start
+    sides = {name: about(values) for name, values in samples.items()}
+    result: dict[str, Any] = {"what": what, "unit": unit, **sides}
+    ours, *others = samples.values()
+    if others:
+        result["ratio"] = about(ratios(ours, others[0]))
+    return result
 
 
-class Peer:
-    """llama-cpp-python on the same file, context, batch size and number of threads; bench_peer.py
-    says what it can be asked for."""
-
-    def __init__(self, python: str, mode: str, engine: minfer.Engine) -> None:
-        self._log = tempfile.TemporaryFile("w+")
-        script = Path(__file__).with_name("bench_peer.py")
-        numbers = map(str, (engine.n_ctx, N_BATCH, engine.n_threads))
-        self._process = subprocess.Popen(
-            [python, script, mode, engine.metadata.path, *numbers],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-        )
-        self._read()
-
-    def ask(self, *words: str | int) -> list[float]:
-        """The numbers that answer them."""
-        self._process.stdin.write(" ".join(map(str, words)) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._read())
-
-    def close(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        self._process.wait()
-
-    def _read(self) -> str:
-        line = self._process.stdout.readline()
-        if not line:
-            self._log.seek(0)
-            last = self._log.read().strip().rpartition("\n")[2]
-            raise minfer.NotFoundError(
-                f"llama-cpp-python ended with status {self._process.wait()} ({last});"
-                " name an interpreter that can run it with --vs-python"
-            )
-        return line
+# ---- showing -------------------------------------------------------------------------------------
 
 
 def _show(report: dict[str, Any]) -> None:
     console = Console()
-    console.print(
-        f"{report['model']}: {report['isa']}, {report['threads']} threads, "
-        f"{report['kv_format']} cache, loaded in {report['load_seconds']:.2f} s",
-        soft_wrap=True,
-        highlight=False,
-    )
-    table = Table("tokens per second", box=None)
-    table.add_column(f"prefill of {report['prefill_tokens']}", justify="right")
-    table.add_column(f"decode of {report['decode_tokens']}", justify="right")
-    for name, rates in report["results"].items():
-        table.add_row(name, *(f"{rates[key]:.1f}" for key in ("prefill", "decode")))
-    if "ratio" in report:
-        table.add_row("ratio", *(f"{report['ratio'][key]:.2f}x" for key in ("prefill", "decode")))
-    console.print(table)
-    console.print(
-        f"medians of {report['repetitions']} at depth {report['depth']}",
-        highlight=False,
-        soft_wrap=True,
-    )
+
+    def say(text: str) -> None:
+        console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    for run in report["runs"]:
+        threads = f"{run['threads']} thread{'s'[: run['threads'] > 1]}"
+        say(f"{render.printable(report['model'])}: {run['isa']}, {threads}, n_ctx {run['n_ctx']:,}")
+        sides = run["kv_formats"]
+        table = Table("tokens/s, or as said", box=None)
+        columns = [*sides, "ratio", "lowest - highest"] if len(sides) > 1 else [OURS, "range"]
+        for name in columns:
+            table.add_column(name, justify="right", no_wrap=True)
+        table.add_row("cache", *sides.values())
+        for result in run["results"]:
+            table.add_row(*_cells(result, list(sides)))
+        console.print(table)
+    ratios_are = "; ratios are minfer's figures over the other's" if len(sides) > 1 else ""
+    say(f"medians of {report['repetitions']}{ratios_are}")
+
+
+def _cells(result: dict[str, Any], sides: list[str]) -> list[str]:
+    """What, the medians, and the spread of the last thing that has one."""
+    unit, last = result["unit"], result.get("ratio", result[OURS])
+    show = render.size if unit == "bytes" else number
+    spread = number if "ratio" in result else show
+    cells = [result["what"] + (", s" if unit == "s" else "")]
+    cells += [show(result[name]["median"]) for name in sides]
+    if "ratio" in result:
+        cells.append(f"{number(last['median'])}x")
+    if len(last["samples"]) > 1:
+        cells.append(f"{spread(last['min'])} - {spread(last['max'])}")
+    return cells

@@ -5,7 +5,7 @@ a missed target is shown, it is no error. Invariant: a figure has one sample a r
 made of samples of one round.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -61,6 +61,21 @@ def ratios(above: list[float], below: list[float]) -> list[float]:
     return [a / b for a, b in zip(above, below, strict=True)]
 
 
+def in_turns(
+    measures: dict[str, Callable[[], float]], rounds: int, progress: Callable[[str, int, int], None]
+) -> dict[str, list[float]]:
+    """What each gives in each of the rounds. Every other round goes the other way round, so that no
+    one always comes first; a first round warms up and does not count."""
+    samples: dict[str, list[float]] = {name: [] for name in measures}
+    for turn in range(rounds + 1):
+        for name in list(measures)[:: -1 if turn % 2 else 1]:
+            progress(name, turn, rounds + 1)
+            value = measures[name]()
+            if turn:
+                samples[name].append(value)
+    return samples
+
+
 def token(engine: minfer.Engine, i: int) -> int:
     """The i-th token of what is measured: no text, and always the same."""
     return i * 7919 % engine.n_vocab
@@ -90,13 +105,13 @@ def show(report: dict[str, Any], figures: list[Figure], notes: Iterable[str] = (
         low, high = min(figure.samples), max(figure.samples)
         target = ""
         if figure.at_most is not None:
-            target = f"<= {_number(figure.at_most)}"
+            target = f"<= {number(figure.at_most)}"
         elif figure.at_least is not None:
-            target = f">= {_number(figure.at_least)}"
+            target = f">= {number(figure.at_least)}"
         table.add_row(
             figure.label,
-            f"{_number(figure.median())} {figure.unit}",
-            f"{_number(low)} - {_number(high)}",
+            f"{number(figure.median())} {figure.unit}",
+            f"{number(low)} - {number(high)}",
             target,
             {None: "", True: "yes", False: "NO"}[figure.met()],
         )
@@ -105,6 +120,6 @@ def show(report: dict[str, Any], figures: list[Figure], notes: Iterable[str] = (
         console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     """Three digits, as many as a timing deserves."""
     return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"

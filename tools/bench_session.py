@@ -26,8 +26,8 @@ import numpy as np
 import minfer
 from minfer.demo import model_path
 from minfer.tools import render
-from minfer.tools.bench import N_BATCH, Peer
-from minfer.tools.bench_figures import Figure, fill, ratios, show
+from minfer.tools.bench_child import peer
+from minfer.tools.bench_figures import N_BATCH, Figure, fill, in_turns, ratios, show
 
 PIECE = 1 << 18  # bytes written at a time, as a save does; all at once may be several times slower
 
@@ -55,11 +55,13 @@ def main(args) -> int:
         measures = ours.measures()
         if args.vs:
             bar(f"loading and filling {args.vs}", 0, 1)
-            peer = _Theirs(args.vs_python, engine)
-            stack.callback(peer.close)
-            peer.fill(args.rows)
-            measures |= peer.measures()
-        samples = _in_turns(measures, args.r, bar)
+            theirs = _Theirs(args.vs_python, engine)
+            stack.callback(theirs.close)
+            theirs.fill(args.rows)
+            measures |= theirs.measures()
+        samples = in_turns(
+            measures, args.r, lambda name, *at: bar(f"measuring {name}", *at)
+        )
         report = {
             "model": os.fspath(path),
             "rows": args.rows,
@@ -72,7 +74,7 @@ def main(args) -> int:
         }
     figures = _figures(samples, ours.n_bytes, report["threads"])
     if args.vs:
-        report["peer"] = peer.facts()
+        report["peer"] = theirs.facts()
         figures += _peer_figures(samples)
     report["figures"] = {figure.name: figure.report() for figure in figures}
     if args.json:
@@ -93,17 +95,6 @@ def _folder(parent: str) -> tempfile.TemporaryDirectory:
 
 
 # ---- measuring -----------------------------------------------------------------------------------
-
-
-def _in_turns(measures: dict[str, Callable[[], float]], rounds: int, bar: render.Bar) -> Samples:
-    samples: Samples = {name: [] for name in measures}
-    for turn in range(rounds + 1):
-        for name in list(measures)[:: -1 if turn % 2 else 1]:
-            bar(f"measuring {name}", turn, rounds + 1)
-            seconds = measures[name]()
-            if turn:
-                samples[name].append(seconds)
-    return samples
 
 
 def _seconds(call: Callable[..., Any], *args: Any) -> float:
@@ -181,9 +172,10 @@ class _Theirs:
     """llama-cpp-python with as many tokens."""
 
     def __init__(self, python: str, engine: minfer.Engine) -> None:
-        self._peer = Peer(python, "state", engine)
+        self._peer = peer(python, "state", engine.metadata.path)
         self._bytes, self._logits = 0, 0
         self.close = self._peer.close
+        self._peer.ask("open", engine.n_ctx, 1, N_BATCH, engine.n_threads, "f16")
 
     def fill(self, n_rows: int) -> None:
         """Once, before all measures."""
@@ -193,9 +185,9 @@ class _Theirs:
         """Each gives seconds."""
         return {
             "peer_save": self._save,
-            "peer_get": lambda: self._peer.ask("get")[0],
-            "peer_load": lambda: self._peer.ask("load")[0],
-            "peer_set": lambda: self._peer.ask("set")[0],
+            "peer_get": lambda: self._peer.ask("get"),
+            "peer_load": lambda: self._peer.ask("load"),
+            "peer_set": lambda: self._peer.ask("set"),
         }
 
     def facts(self) -> dict[str, Any]:

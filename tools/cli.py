@@ -1,18 +1,22 @@
 """The command `minfer`: parses arguments, runs a subcommand, turns errors into one line.
 
-Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C.
+Exit status: 0, 1 for an error, 2 for wrong usage, 130 after Ctrl-C. As with diff(1), `session diff`
+has 1 for files that differ, and 2 for an error.
 """
 
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import minfer
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns the exit status."""
+    args = None
     try:
         _prepare_streams()
         args = _parse(sys.argv[1:] if argv is None else argv)
@@ -23,11 +27,15 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nobody reads what is left
-        return 1
+        return _error_status(args)
     except (minfer.Error, OSError, MemoryError) as error:
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"minfer: {message}", file=sys.stderr)
-        return 1
+        return _error_status(args)
+
+
+def _error_status(args: argparse.Namespace | None) -> int:
+    return getattr(args, "error_status", 1)
 
 
 def _prepare_streams() -> None:
@@ -45,7 +53,7 @@ def _prepare_streams() -> None:
 
 def _parse(argv: list[str]) -> argparse.Namespace:
     """The arguments; an optional one may stand after options too, where argparse leaves it over."""
-    if argv[:2] in (["bench", "kv"], ["bench", "session"]):
+    if argv[:2] in (["bench", "kv"], ["bench", "model"], ["bench", "session"]):
         argv = [" ".join(argv[:2]), *argv[2:]]  # argparse picks a command by one word
     args, left = _parser().parse_known_args(argv)
     words = argv[argv.index("--") + 1 :] if "--" in argv else []  # no options, whatever they are
@@ -79,21 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     info = _command(commands, "info", "info", "architecture, tensors, cache kinds and memory")
     _add_engine(info)
 
-    bench = _command(commands, "bench", "bench", "measure prefill and decode")
-    _add_engine(bench)
-    bench.add_argument("-p", type=_positive, default=512, metavar="N", help="prompt tokens (512)")
-    bench.add_argument("-n", type=_positive, default=128, metavar="N", help="decoded tokens (128)")
-    bench.add_argument(
-        "-d", type=_natural, default=0, metavar="N", help="tokens in the cache before either (0)"
-    )
-    bench.add_argument(
-        "-r", type=_positive, default=5, metavar="N", help="repetitions; medians are shown (5)"
-    )
-    _add_peer(bench)
-    bench.epilog = (
-        "bench kv [MODEL] measures the KV cache, bench session [MODEL] saving and loading it. Files"
-        " with these names are ./kv and ./session."
-    )
+    _add_bench(commands)
 
     kv = _command(commands, "bench kv", "bench_kv", "measure the KV cache against its targets", "?")
     kv.epilog = _BENCH_KV
@@ -109,9 +103,39 @@ def _parser() -> argparse.ArgumentParser:
         "-r", type=_positive, default=5, metavar="N", help="rounds; medians are shown (5)"
     )
 
+    _add_bench_model(commands)
     _add_bench_session(commands)
     _add_session(commands)
     return parser
+
+
+def _add_bench(commands) -> None:
+    bench = _command(commands, "bench", "bench", "measure how fast a model is read and continued")
+    formats = [str(name) for name in minfer.KvFormat]
+    for flag, of, default, about in (
+        ("-p", _positive, 512, "prompt tokens (512)"),
+        ("-n", _positive, 128, "decoded tokens (128)"),
+        ("-d", _list_of(_natural), [0], "tokens in the cache before either (0)"),
+        ("-b", _list_of(_positive), [], "sequences that decode together, at depth 0 (none)"),
+        ("-r", _positive, 5, "repetitions; medians are shown (5)"),
+        ("--threads", _list_of(_positive), None, "default: one per core"),
+        ("--n-ctx", _positive, None, "tokens the cache can hold, if more than is needed"),
+    ):
+        bench.add_argument(flag, type=of, default=default, metavar="N", help=about)
+    bench.add_argument(
+        "--cache-type",
+        type=_list_of(_one_of(formats)),
+        default=["auto"],
+        metavar="TYPE",
+        help=f"format of the KV cache: {', '.join(formats)}",
+    )
+    bench.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    _add_peer(bench)
+    bench.epilog = (
+        "-d, -b, --threads and --cache-type take several values too: 0,4096. bench kv [MODEL]"
+        " measures the KV cache, bench session [MODEL] saving and loading it, bench model OUT"
+        " writes a model to measure. Files with these names are ./kv, ./session and ./model."
+    )
 
 
 _BENCH_KV = """
@@ -120,6 +144,12 @@ sequences slide down over the rows of the others; memmove: one call for as many 
 sequence in 40 runs of cells, with free cells behind each, and again after a defrag. bookkeeping:
 what finding cells and windows costs while 64 sequences with rows of their own decode together.
 Every ratio is of figures measured in turns. A missed target does not change the exit status.
+"""
+
+_BENCH_MODEL = """
+Shapes: 1.1b is TinyLlama's, 0.5b that of Qwen2.5, tiny is for tests. Types: those of GGUF that
+minfer reads, for every matrix, or Q4_K_M, which mixes Q4_K with Q6_K as llama.cpp does. The same
+arguments give the same bytes. OUT must not exist. Needs gguf: pip install 'minfer[bench]'.
 """
 
 _BENCH_SESSION = """
@@ -144,6 +174,29 @@ def _bare_command(commands, name: str, module: str, about: str) -> argparse.Argu
     command = commands.add_parser(name, help=about, description=about[0].upper() + about[1:] + ".")
     command.set_defaults(module=module, usage_error=command.error)
     return command
+
+
+def _add_bench_model(commands) -> None:
+    about = "write a model with random weights, to measure instead of a trained one"
+    model = _bare_command(commands, "bench model", "bench_model", about)
+    model.epilog = _BENCH_MODEL
+    model.add_argument("out", metavar="OUT", help="the GGUF file to write")
+    model.add_argument("--shape", default="1.1b", metavar="NAME", help="1.1b, 0.5b or tiny (1.1b)")
+    model.add_argument(
+        "--type", type=str.upper, default="Q8_0", metavar="TYPE", help="of the matrices (Q8_0)"
+    )
+    model.add_argument("--seed", type=_natural, default=0, metavar="S", help="of the weights (0)")
+    for name, about in (
+        ("n-layer", "layers"),
+        ("n-embd", "width of the embedding"),
+        ("n-head", "heads"),
+        ("n-head-kv", "heads of keys and values"),
+        ("head-dim", "width of a head"),
+        ("n-ff", "width of the feed-forward network"),
+        ("n-vocab", "tokens in the vocabulary"),
+        ("n-ctx", "tokens in the context"),
+    ):
+        model.add_argument(f"--{name}", type=_positive, metavar="N", help=f"{about} (the shape's)")
 
 
 def _add_bench_session(commands) -> None:
@@ -181,7 +234,8 @@ def _add_session(commands) -> None:
     diff = _bare_command(
         commands, "diff", "session_diff", "show the first difference of two session files"
     )
-    diff.epilog = "Exit status: 0 if they are equal byte for byte, else 1."
+    diff.epilog = "Exit status: 0: equal byte for byte; 1: they differ; 2: an error."
+    diff.set_defaults(error_status=2)
     plot = _bare_command(
         commands, "plot", "session_plot", "draw which sequences read which rows of a session file"
     )
@@ -251,6 +305,19 @@ def _picture(text: str) -> str:
     if not text.lower().endswith((".png", ".svg")):
         raise argparse.ArgumentTypeError(f"{text!r:.60} does not end in .png or .svg")
     return text
+
+
+def _list_of(one: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return lambda text: [one(word) for word in text.split(",")]
+
+
+def _one_of(words: list[str]) -> Callable[[str], str]:
+    def one(text: str) -> str:
+        if text not in words:
+            raise argparse.ArgumentTypeError(f"{text!r:.60} is none of {', '.join(words)}")
+        return text
+
+    return one
 
 
 def _natural(text: str) -> int:

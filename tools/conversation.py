@@ -25,7 +25,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from itertools import chain
-from typing import Any
+from typing import Any, BinaryIO
 
 import minfer
 
@@ -460,23 +460,29 @@ def _digest(data: bytes) -> str:
 
 
 def replace_file(path: str, data: bytes) -> None:
-    """Writes a file beside the old one and renames it: whenever it is stopped, one of the two is
-    there, whole. Removes what stopped processes have left."""
+    """Writes a file; whenever it is stopped, the old one or the new one is there, whole."""
+    with replacing(path) as file:
+        file.write(data)
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[BinaryIO]:
+    """An empty file beside `path` that is renamed to it at the end of the `with` block, and removed
+    if that fails. Removes what stopped processes have left."""
     path = os.path.abspath(path)
     folder, name = os.path.split(path)
     _sweep(folder, name)
     temporary = f"{path}.tmp-{os.getpid()}"
-    file = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    try:
-        with open(file, "wb") as out:
-            out.write(data)
-            out.flush()
-            os.fsync(out.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
+    with open(temporary, "xb") as file:
+        try:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(file)
@@ -535,6 +541,7 @@ class _State:
         """_MismatchError names what it cannot be."""
         try:
             value = json.loads(data)
+            json.dumps(value, allow_nan=False)  # JSON has no NaN and no infinity
         except (ValueError, RecursionError):
             value = None
         if not isinstance(value, dict) or "version" not in value:

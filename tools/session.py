@@ -3,8 +3,8 @@
 import json
 import os
 from collections import Counter
-from itertools import pairwise
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -16,11 +16,17 @@ from minfer.tools.conversation import cache_path, state_summary
 
 def main(args) -> int:
     """Runs the subcommand; returns the exit status."""
-    with opened(args.file) as file:
-        if args.verify:
-            report, show = _verdict(file), _show_verdict
-        else:
-            report, show = _report(file), _show_report
+    try:
+        with opened(args.file) as file:
+            if args.verify:
+                report, show = _verdict(file), _show_verdict
+            else:
+                report, show = _report(file), _show_report
+    except (minfer.FormatError, minfer.UnsupportedError) as error:
+        if not (args.verify and args.json):
+            raise
+        print(json.dumps({"file": args.file, "good": False, "error": " ".join(str(error).split())}))
+        return 1
     if args.json:
         print(json.dumps(report))
     else:
@@ -52,30 +58,6 @@ def count(n: int, what: str) -> str:
     return f"{n:,} {what}{'s'[: n != 1]}"
 
 
-class Run(NamedTuple):
-    """Rows first, first + 1, ... of a group that the same sequences read: places in `seqs`."""
-
-    first: int
-    len: int
-    readers: tuple[int, ...]
-
-
-def runs(file: minfer.SessionFile, group: int) -> list[Run]:
-    """All rows of a group by who reads them, in ascending order."""
-    turns: dict[int, set[int]] = {}  # row: who reads it or the one before it, and not both
-    for i in range(len(file.seqs)):
-        for span in file.spans(i, group):
-            for row in (span.cell, span.cell + span.len):
-                turns[row] = turns.get(row, set()) ^ {i}
-    rows = sorted(row for row in turns if turns[row])
-    readers: set[int] = set()
-    out = []
-    for first, end in pairwise(rows):
-        readers ^= turns[first]
-        out.append(Run(first, end - first, tuple(sorted(readers))))
-    return out
-
-
 # ---- verify --------------------------------------------------------------------------------------
 
 
@@ -102,7 +84,8 @@ def _show_verdict(verdict: dict[str, Any]) -> None:
 
 def _report(file: minfer.SessionFile) -> dict[str, Any]:
     info, groups = file.info, range(len(file.groups))
-    shared = [_shared(file, g) for g in groups]
+    spans = [[file.spans(i, g) for i in range(len(file.seqs))] for g in groups]
+    shared = [_shared(of_group) for of_group in spans]
     return {
         "file": file.path,
         **info._asdict(),
@@ -112,7 +95,7 @@ def _report(file: minfer.SessionFile) -> dict[str, Any]:
         ],
         "kinds": [file.groups[file.layer_group(i)].kind for i in range(info.n_layer)],
         "sequences": [
-            {**seq._asdict(), "groups": [_rows(file.spans(i, g), shared[g][i]) for g in groups]}
+            {**seq._asdict(), "groups": [_rows(spans[g][i], shared[g][i]) for g in groups]}
             for i, seq in enumerate(file.seqs)
         ],
         "sections": [
@@ -123,13 +106,20 @@ def _report(file: minfer.SessionFile) -> dict[str, Any]:
     }
 
 
-def _shared(file: minfer.SessionFile, group: int) -> Counter[int]:
-    """How many rows each sequence reads that others read too."""
-    shared: Counter[int] = Counter()
-    for run in runs(file, group):
-        if len(run.readers) > 1:
-            shared.update(dict.fromkeys(run.readers, run.len))
-    return shared
+def _shared(spans: list[list[minfer.Span]]) -> list[int]:
+    """How many rows of a group each sequence, by its spans, reads that others read too."""
+    turns: Counter[int] = Counter()  # row: how many more spans have it than the one before it
+    for span in chain.from_iterable(spans):
+        turns[span.cell] += 1
+        turns[span.cell + span.len] -= 1
+    before, n_shared = {}, 0  # row: how many below it are shared
+    last, n_readers = 0, 0
+    for row in sorted(turns):
+        if n_readers > 1:
+            n_shared += row - last
+        before[row], last = n_shared, row
+        n_readers += turns[row]
+    return [sum(before[s.cell + s.len] - before[s.cell] for s in each) for each in spans]
 
 
 def _rows(spans: list[minfer.Span], n_shared: int) -> dict[str, Any]:

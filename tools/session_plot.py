@@ -13,14 +13,19 @@ import colorsys
 import io
 import os
 import warnings
+from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from errno import EISDIR
+from itertools import pairwise
 from math import isqrt
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import minfer
-from minfer.tools.conversation import replace_file
+from minfer.tools.conversation import replacing
 from minfer.tools.render import printable, size
-from minfer.tools.session import Run, count, one_line, opened, runs
+from minfer.tools.session import count, one_line, opened
 
 try:
     os.environ["MPLBACKEND"] = "agg"  # whatever it says: no window is opened
@@ -52,6 +57,15 @@ STYLE = {
 }
 
 
+class Run(NamedTuple):
+    """Rows first, first + 1, ... of a group that the same sequences read."""
+
+    first: int
+    len: int
+    readers: tuple[int, ...]  # places in `seqs`, ascending: the first BANDS
+    n_readers: int  # all of them
+
+
 class Box(NamedTuple):
     """Cells x, x + 1, ... of a line, and which part of their height: from `top`, 0 to 1, down."""
 
@@ -69,10 +83,24 @@ def main(args) -> int:
     with opened(args.file) as file:
         if os.path.exists(out) and os.path.samefile(out, args.file):
             raise minfer.ArgumentError(f"{out} is the session itself; name another file with -o")
-        picture = draw(file, out[-3:].lower())
-    replace_file(out, picture)
+        with _written(out) as picture:
+            picture.write(draw(file, out[-3:].lower()))
     print(printable(out))
     return 0
+
+
+@contextmanager
+def _written(out: str) -> Iterator[BinaryIO]:
+    """What becomes the file at `out`. Opened before the drawing, which may take long."""
+    try:
+        if os.path.isdir(out):
+            raise OSError(EISDIR, os.strerror(EISDIR))
+        with replacing(out) as file:
+            yield file
+    except OSError as error:
+        raise minfer.FileError(
+            f"{out}: {error.strerror or error}; name a picture that can be written with -o"
+        ) from None
 
 
 def draw(file: minfer.SessionFile, form: str) -> bytes:
@@ -85,6 +113,27 @@ def draw(file: minfer.SessionFile, form: str) -> bytes:
         metadata = {"Date": None} if form == "svg" else {"Software": None}
         _figure(file).savefig(out, format=form, dpi=150, metadata=metadata)
     return out.getvalue()
+
+
+def runs(file: minfer.SessionFile, group: int) -> list[Run]:
+    """All rows of a group by who reads them, in ascending order."""
+    turns: dict[int, set[int]] = defaultdict(set)  # row: who reads it or the one before, not both
+    for i in range(len(file.seqs)):
+        for span in file.spans(i, group):
+            turns[span.cell] ^= {i}
+            turns[span.cell + span.len] ^= {i}
+    rows = sorted(row for row in turns if turns[row])
+    readers: list[int] = []
+    out = []
+    for first, end in pairwise(rows):
+        for i in turns[first]:
+            at = bisect_left(readers, i)
+            if readers[at : at + 1] == [i]:
+                del readers[at]
+            else:
+                readers.insert(at, i)
+        out.append(Run(first, end - first, tuple(readers[:BANDS]), len(readers)))
+    return out
 
 
 def line_width(n_cells: int) -> int:
@@ -106,7 +155,7 @@ def boxes(found: Iterable[Run], n_cells: int, width: int, of_seq: list[str]) -> 
     end = 0
     for run in found:
         bands = [of_seq[i] for i in run.readers]
-        if len(bands) > BANDS:
+        if run.n_readers > BANDS:
             bands = [bands[0], OTHERS]
         for k, colour in enumerate(bands):
             for line, x, n in _lines(run.first, run.len, width):
@@ -185,9 +234,8 @@ def _n_lines(n_cells: int, width: int) -> int:
 
 def _panel(axes, drawn: list[Box], n_cells: int, width: int, line_height: float) -> None:
     n_lines = _n_lines(n_cells, width)
-    for colour in dict.fromkeys(box.colour for box in drawn):
-        corners = [_corners(box) for box in drawn if box.colour == colour]
-        axes.add_collection(PolyCollection(corners, facecolors=colour, lw=0, antialiased=False))
+    corners, colour = [_corners(box) for box in drawn], [box.colour for box in drawn]
+    axes.add_collection(PolyCollection(corners, facecolors=colour, lw=0, antialiased=False))
     cell = PANEL * 72 / width  # points
     if cell >= 2:
         lw = min(1.0, 0.12 * cell)
@@ -217,7 +265,7 @@ def _headings(file: minfer.SessionFile, g: int, found: list[Run]) -> tuple[str, 
     group = file.groups[g]
     heading = f"group {g}: {_label(group.kind)}, {count(group.n_layers, 'layer')}"
     spans = [spans for i in range(len(file.seqs)) if (spans := file.spans(i, g))]
-    n_shared = sum(run.len for run in found if len(run.readers) > 1)
+    n_shared = sum(run.len for run in found if run.n_readers > 1)
     shared = f"{n_shared:,} of them shared" if n_shared else "none shared"
     held = (
         count(group.n_rows, "row")
@@ -240,7 +288,7 @@ def _legend(file: minfer.SessionFile, found: list[list[Run]], of_seq: list[str])
     entries = [*zip(names, of_seq)]
     if not all(group.window for group in file.groups):
         entries.append(("free", FREE))
-    if any(len(run.readers) > BANDS for each in found for run in each):
+    if any(run.n_readers > BANDS for each in found for run in each):
         entries.append(("others", OTHERS))
     return entries, 5 if long else 16
 
@@ -252,7 +300,7 @@ def _caption(file: minfer.SessionFile, found: list[list[Run]]) -> list[str]:
         caption.append(
             "How many cells a group with a window has is up to the engine that loads it."
         )
-    most = max((len(run.readers) for each in found for run in each), default=0)
+    most = max((run.n_readers for each in found for run in each), default=0)
     if most > 1:
         bands = f", or of the first and black if they are more than {BANDS}" if most > BANDS else ""
         caption.append(f"A shared row has a band of each sequence that reads it{bands}.")

@@ -6,14 +6,13 @@
 // divides a sum, so none changes a bit.
 #include "backend_cpu.h"
 
-#include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 
 #include "../alloc.h"
 #include "../error.h"
 #include "../mathd.h"
 #include "attn.h"
+#include "cpu_limits.h"
 #include "cpu_weight.h"
 #include "kernels.h"
 #include "kv_region.h"
@@ -340,35 +339,6 @@ static void cpu_backend_free(backend *b) {
     mem_free(b);
 }
 
-static const char *cpu_isas(void) {
-    static _Thread_local char text[64];
-    const cpu_kernels *list[8];
-    const size_t n = kernels_list(list);
-    size_t used = 0;
-    for (size_t i = 0; i < n; i++)
-        used +=
-            (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "", list[i]->name);
-    return text;
-}
-
-static int find_kernels(const cpu_kernels **out, const char *isa) {
-    const char *origin = "isa";
-    const cpu_kernels *list[8];
-    if (!isa) {
-        isa = getenv("MINFER_ISA");
-        origin = "MINFER_ISA";
-    }
-    if (!isa || !*isa) {
-        kernels_list(list);
-        *out = list[0];
-        return MF_OK;
-    }
-    *out = kernels_find(isa);
-    return *out ? MF_OK
-                : fail(MF_ARG, "%s: \"%.20s\" is not among %s, which this machine runs", origin,
-                       isa, cpu_isas());
-}
-
 // Copies what the configuration points at: an engine outlives its caller's arrays.
 static int copy_config(backend *b, const backend_config *c) {
     const uint32_t half = c->n_rot / 2;
@@ -411,7 +381,7 @@ static int cpu_backend_new(backend **out, const backend_config *c) {
     backend *b = mem_alloc(1, sizeof *b);
     if (!b) return MF_NOMEM;
     int status;
-    TRY_GOTO(failed, find_kernels(&b->k, c->isa));
+    TRY_GOTO(failed, kernels_choose(&b->k, c->isa));
     TRY_GOTO(failed, copy_config(b, c));
     TRY_GOTO(failed, pool_new(&b->threads, c->n_threads ? c->n_threads : pool_default_threads()));
     TRY_GOTO(failed, kv_regions_new(&b->kv, &b->c, b->k, pool_threads(b->threads)));
@@ -464,7 +434,8 @@ const device device_cpu = {
     .kv_formats = 1 << KV_FORMAT_F32 | 1 << KV_FORMAT_F16 | 1 << KV_FORMAT_Q8_0,
     .rope_formats = 1 << KV_FORMAT_F32 | 1 << KV_FORMAT_F16 | 1 << KV_FORMAT_Q8_0,
     .window_modes = KV_WINDOW_ALL,
-    .isas = cpu_isas,
+    .isas = kernels_names,
+    .limits = cpu_limits,
     .matrix_load = cpu_matrix_load,
     .vector_load = cpu_vector_load,
     .weight_free = cpu_weight_free,

@@ -2,8 +2,11 @@
 // this machine on top of the one before. Refuses an instruction set that the processor or the
 // operating system does not support.
 #include <pthread.h>
+#include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 
+#include "../error.h"
 #include "kernels.h"
 
 #if defined(__aarch64__)
@@ -40,6 +43,7 @@ static void add_native(void) {
     matmul_init_avx2(k);
     ops_init_avx2(k);
     attn_init_avx2(k);
+    peak_init_avx2(k);
     if (!(__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
           __builtin_cpu_supports("avx512vnni")))
@@ -48,6 +52,7 @@ static void add_native(void) {
     matmul_init_avx512(k);
     ops_init_avx512(k);
     attn_init_avx512(k);
+    peak_init_avx512(k);
 }
 #elif defined(__aarch64__)
 enum { HWCAP_DOTPROD = 1 << 20 };  // ASIMDDP of the Linux ABI
@@ -57,9 +62,11 @@ static void add_native(void) {
     matmul_init_neon(k);
     ops_init_neon(k);
     attn_init_neon(k);
+    peak_init_neon(k);
     if (!(getauxval(AT_HWCAP) & HWCAP_DOTPROD)) return;
     k = table_add("dotprod");
     matmul_init_dotprod(k);
+    peak_init_dotprod(k);
 }
 #else
 static void add_native(void) {}
@@ -71,6 +78,7 @@ static void make_tables(void) {
     ops_init_scalar(k);
     rows_init_scalar(k);
     attn_init_scalar(k);
+    peak_init_scalar(k);
     add_native();
 }
 
@@ -95,4 +103,33 @@ size_t kernels_list(const cpu_kernels *list[8]) {
     ensure_tables();
     for (size_t i = 0; i < n_tables; i++) list[i] = &tables[n_tables - 1 - i];
     return n_tables;
+}
+
+const char *kernels_names(void) {
+    static _Thread_local char text[64];
+    const cpu_kernels *list[8];
+    const size_t n = kernels_list(list);
+    size_t used = 0;
+    for (size_t i = 0; i < n; i++)
+        used +=
+            (size_t)snprintf(text + used, sizeof text - used, "%s%s", i ? "," : "", list[i]->name);
+    return text;
+}
+
+int kernels_choose(const cpu_kernels **out, const char *isa) {
+    const char *origin = "isa";
+    const cpu_kernels *list[8];
+    if (!isa) {
+        isa = getenv("MINFER_ISA");
+        origin = "MINFER_ISA";
+    }
+    if (!isa || !*isa) {
+        kernels_list(list);
+        *out = list[0];
+        return MF_OK;
+    }
+    *out = kernels_find(isa);
+    return *out ? MF_OK
+                : fail(MF_ARG, "%s: \"%.20s\" is not among %s, which this machine runs", origin,
+                       isa, kernels_names());
 }

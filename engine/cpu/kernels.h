@@ -129,6 +129,11 @@ static inline size_t kv_head_bytes(kv_format format, uint32_t head_dim) {
 typedef void kv_store_fn(void *row, const float *x, uint32_t n);
 typedef void kv_load_fn(float *x, const void *row, uint32_t n);
 
+// Multiply-adds of registers alone, a multiple of `rounds`; returns how many. Nothing is computed:
+// their rate is what this instruction set can reach on one core, in the instructions that its
+// kernels use.
+typedef uint64_t peak_fn(uint64_t rounds);
+
 typedef struct cpu_kernels {
     const char *name;  // "avx512"
     matmul_fn *matmul[DTYPE_COUNT];
@@ -155,12 +160,18 @@ typedef struct cpu_kernels {
     attn_tile_fn *attn_tile[KV_FORMAT_COUNT];
     attn_merge_fn *attn_merge;
     attn_finish_fn *attn_finish;
+
+    peak_fn *peak_int8;  // products of bytes, added in 32 bits
+    peak_fn *peak_f32;   // fused
 } cpu_kernels;
 
 // Tables, NULL where this build or machine has none. Best first in kernels_list.
 const cpu_kernels *kernels_scalar(void);
 const cpu_kernels *kernels_find(const char *isa);  // NULL: unknown name or not present
 size_t kernels_list(const cpu_kernels *list[8]);
+const char *kernels_names(void);  // of kernels_list, comma separated
+// The table of that name; NULL: MINFER_ISA's, else the best. MF_ARG names one that is not present.
+int kernels_choose(const cpu_kernels **out, const char *isa);
 
 // Each ISA's files fill in what they have, on top of the scalar table (dispatch.c calls them in ISA
 // order).
@@ -178,5 +189,10 @@ void attn_init_scalar(cpu_kernels *k);
 void attn_init_avx2(cpu_kernels *k);
 void attn_init_avx512(cpu_kernels *k);
 void attn_init_neon(cpu_kernels *k);
+void peak_init_scalar(cpu_kernels *k);
+void peak_init_avx2(cpu_kernels *k);
+void peak_init_avx512(cpu_kernels *k);
+void peak_init_neon(cpu_kernels *k);
+void peak_init_dotprod(cpu_kernels *k);
 
 #endif

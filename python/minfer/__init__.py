@@ -35,6 +35,7 @@ from minfer.errors import (
 from minfer.formats import KvFormat, resolve_format
 from minfer.gguf import GgufFile
 from minfer.kv import Kv, KvGroup, Move, Span, order_moves
+from minfer.limits import Limits, measure_limits
 from minfer.sampling import Sampling
 from minfer.session_file import SessionFile, SessionGroup, SessionInfo, SessionSection, SessionSeq
 
@@ -65,6 +66,7 @@ __all__ = [
     "KvSharedError",
     "KvSpansError",
     "LimitError",
+    "Limits",
     "MissingFileError",
     "Move",
     "NoMemoryError",
@@ -81,6 +83,7 @@ __all__ = [
     "__version__",
     "isas",
     "load",
+    "measure_limits",
     "order_moves",
     "resolve_format",
 ]

@@ -5,6 +5,7 @@ What a value may be is judged in C; here it is only made sure that C sees what t
 
 import operator
 import os
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -60,10 +61,15 @@ def brief(value) -> str:
     return " ".join(repr(value).split())[:60]
 
 
+_kept: WeakKeyDictionary = WeakKeyDictionary()  # option struct: what its pointers point at
+
+
 def options(struct: str, **fields):
-    """A zeroed option struct with its `size` set; fields that are None stay zero, the default."""
+    """A zeroed option struct with its `size` set; fields that are None stay zero, the default.
+    What the fields point at lives as long as the struct does."""
     made = ffi.new(struct + " *")
     made.size = ffi.sizeof(struct)
+    _kept[made] = fields
     for name, value in fields.items():
         if value is not None:
             setattr(made, name, value)

@@ -6,9 +6,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from minfer._ffi import UINT32_MAX, c_path, check, ffi, integer, lib, options, text
+from minfer._ffi import UINT32_MAX, brief, c_path, check, ffi, integer, lib, options, text
 from minfer.background import Progress, watched
-from minfer.errors import ArgumentError, ClosedError, FileError, MissingFileError
+from minfer.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ClosedError,
+    FileError,
+    MissingFileError,
+)
 from minfer.gguf import or_missing
 from minfer.kv import Span
 
@@ -156,9 +162,12 @@ class SessionFile:
 
     def data(self, name: str, index: int = 0) -> memoryview:
         """The bytes of a section, read-only and in place: they keep the file open."""
-        handle, at = self.handle, self._at.get((name, index))
+        handle, index = self.handle, integer("index", index, 0, UINT32_MAX)
+        if not isinstance(name, str):
+            raise ArgumentTypeError(f"name must be a str, not {brief(name)}")
+        at = self._at.get((name, index))
         if at is None:
-            raise ArgumentError(f"{self.path} has no section {name!r:.40} of index {index!r:.40}")
+            raise ArgumentError(f"{self.path} has no section {name!r:.40} of index {index}")
         part = self._get("mf_session_section", lib.mf_session_get_section, at)
         if not part.bytes:
             return memoryview(b"")
