@@ -13,6 +13,7 @@ typedef struct gguf_tensor {
     uint64_t dims[4];  // fastest first, 1 beyond n_dims
     const void *data;  // in the mapping, [bytes]
     uint64_t bytes;
+    bool is_mapped;  // of a file: pages that were read may leave memory (os_map_forget)
 } gguf_tensor;
 
 // Like mf_gguf_open, for one part's bytes in memory: borrowed until the last mf_gguf_free, 8-byte

@@ -410,6 +410,7 @@ static int read_tensors(mf_gguf *file, reader *r, uint64_t n, uint32_t alignment
         r->name = tensors[r->index].name;
         r->name_len = tensors[r->index].name_len;
         TRY_GOTO(done, place(&tensors[r->index], r, start, offsets[r->index], alignment));
+        tensors[r->index].is_mapped = file->n_maps > 0;
     }
     r->item = NULL;
     TRY_GOTO(done, refuse_overlap(tensors, order, added, r));

@@ -2,12 +2,15 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
+import tinymodels
 
 import minfer
 from minfer.tools import bench, bench_child, cli
 from minfer.tools.bench_figures import in_turns
+from minfer.tools.bench_work import Group, Limit, Work, groups_of
 from minfer.tools.bench_worker import _Worker
 
 SIZES = ["-p", "24", "-n", "5", "-r", "2", "--threads", "1"]
@@ -152,11 +155,12 @@ def test_json(run, tiny_path):
     assert [r["kv_formats"] for r in report["runs"]] == [{"minfer": "f16"}, {"minfer": "q8_0"}]
     for one in report["runs"]:
         assert (one["threads"], one["n_seq"], one["n_ctx"]) == (1, 3, 64)
-        assert one["isa"] == minfer.isas()[0]
+        assert one["isa"] == minfer.isas()[0] and min(one["limits"].values()) > 0
         assert [result["what"] for result in one["results"]] == WHAT
         for result in one["results"]:
             check(result["minfer"], 1 if result["unit"] == "bytes" else 2)
-            assert "ratio" not in result
+            assert "ratio" not in result and ("limit" in result) == (result["unit"] == "tokens/s")
+            assert "limit" not in result or result["limit"]["share"] > 0
 
 
 def test_table(run):
@@ -165,6 +169,7 @@ def test_table(run):
     for words in ("start to first token, s", "prefill of 24 at 40", "most memory"):
         assert words in out
     assert len(re.findall(r"\d - \d", out)) == 4 and "ratio" not in out
+    assert len(re.findall(r"\d % (int8|f32|read)", out)) == 2 and "limits here: " in out
 
 
 def test_in_turns():
@@ -189,7 +194,9 @@ def test_rates(monkeypatch, tiny_path, capsys):
         def ask(self, call, *words):
             asked.append((self.name, call, *words))
             if call == "facts":
-                return {"isa": "fast", "kv_format": "f16"}
+                return {"isa": "fast", "kv_format": "f16", "groups": []}
+            if call == "limits":
+                return {"int8_macs": 1e9, "f32_fmas": 1e9, "read_bytes": 1e3}
             return 5 if call == "peak" else next(self.seconds) if call == "prefill" else 1.0
 
         def close(self):
@@ -203,6 +210,8 @@ def test_rates(monkeypatch, tiny_path, capsys):
     assert prefill["minfer"]["samples"] == [12.0, 6.0] and prefill["minfer"]["median"] == 9.0
     assert prefill[PEER]["samples"] == [4.0, 24.0]
     assert prefill["ratio"]["samples"] == [3.0, 0.25]
+    n_bytes = Work.of(minfer.GgufFile(tiny_path), []).n_bytes
+    assert prefill["limit"] == {"share": pytest.approx(n_bytes / 1e3 * 9.0 / 24), "of": "read"}
     assert one["results"][-1]["ratio"]["samples"] == [1.0]
     starts = [a for a in asked if a[1] == "first"]
     assert [a[0] for a in starts] == ["ours", "theirs", "theirs", "ours", "ours", "theirs"]
@@ -293,3 +302,47 @@ def test_cores(monkeypatch):
     assert bench._cores() >= 1
     monkeypatch.delattr(bench.os, "sched_getaffinity")
     assert bench._cores() == (bench.os.cpu_count() or 1)
+
+
+def test_work_of_a_model(tmp_path):
+    """A llama of 2 layers with 4 heads of 16 and 2 of keys and values, 64 wide, 96 within, and 331
+    tokens; its matrices are of Q8_0 or, in another file, of F16."""
+    body = 2 * (64 * 64 + 2 * 32 * 64 + 64 * 64 + 3 * 96 * 64)
+    for name, kind, of_32 in (("Q8_0", "int8", 34), ("F16", "f32", 64)):
+        path = tinymodels.write(tmp_path / f"{name}.gguf", "llama", name)
+        with minfer.GgufFile(path) as file:
+            work = Work.of(file, [])
+        other = {"int8": "f32", "f32": "int8"}[kind]
+        assert work.body == {kind: body, other: 0}
+        assert work.head == {kind: 331 * 64, other: 0}
+        assert work.n_bytes == (body + 331 * 64) // 32 * of_32
+        assert work.attention == 2 * 4 * 16
+
+
+LIMITS = minfer.Limits(int8_macs=1e3, f32_fmas=1e2, read_bytes=1e4)
+WORK = Work({"int8": 100, "f32": 0}, {"int8": 10, "f32": 0}, 1000, 2, [])
+
+
+@pytest.mark.parametrize(
+    "work, asked, limit",
+    [
+        (WORK, (0, 8, 1, 1, 1), Limit(0.81, "int8")),  # 8 bodies, 1 head
+        (WORK, (0, 1, 1, 1, 1), Limit(0.11, "int8")),
+        (replace(WORK, n_bytes=2000), (0, 1, 1, 1, 1), Limit(0.2, "read")),
+        (replace(WORK, n_bytes=2000), (0, 4, 3, 4, 12), Limit(1.32, "int8")),
+        # positions 0 to 3 see 1 + 2 + 3 + 4 keys, with a window of 2 only 1 + 2 + 2 + 2
+        (replace(WORK, groups=[Group(0, 5, 0)]), (0, 4, 1, 1, 0), Limit(1.4, "f32")),
+        (replace(WORK, groups=[Group(2, 5, 0)]), (0, 4, 1, 1, 0), Limit(1.1, "f32")),
+        # four tokens one by one read 1 + 2 + 3 + 4 rows, in one batch the mean of them
+        (replace(WORK, groups=[Group(0, 0, 1000)]), (0, 4, 1, 4, 0), Limit(1.4, "read")),
+        (replace(WORK, groups=[Group(0, 0, 9000)]), (0, 4, 1, 1, 0), Limit(2.35, "read")),
+    ],
+)
+def test_limit(work, asked, limit):
+    found = work.limit(LIMITS, *asked)
+    assert (pytest.approx(found.seconds), found.what) == (limit.seconds, limit.what)
+
+
+def test_groups():
+    facts = [["sliding-512/f16/kv1x256", 15, 30720], ["full/f16/kv1x256", 3, 6144]]
+    assert groups_of(facts) == [Group(512, 15, 30720), Group(0, 3, 6144)]

@@ -237,3 +237,18 @@ def test_keyboard_interrupt_in_a_long_prefill(demo_path):
         assert engine.kv.len(0) % engine.n_batch == 0
         engine.kv.free(0)
         assert engine.forward_cached(TOKENS).shape == (1, engine.n_vocab)
+
+
+def test_no_weight_is_in_memory_twice(demo_path):
+    """The pages of the file leave it as they are packed: its largest matrix has 170 MB."""
+    code = """
+        import sys, minfer
+        from minfer.tools.bench_serve import forget_peak, peak_bytes
+        forget_peak()
+        before = peak_bytes()
+        with minfer.load(sys.argv[1], n_ctx=256) as engine:
+            stats = engine.stats()
+            wanted = stats.weight_bytes + stats.kv_bytes + stats.compute_bytes
+            print(peak_bytes() - before - wanted)
+    """
+    assert int(python(code, demo_path)) < 60e6

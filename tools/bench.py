@@ -5,7 +5,8 @@ Each side runs in a process of its own (bench_worker.py, bench_peer.py), so that
 start, to load and to hold can be compared, and neither computes in a program that does something
 else. Invariant: the sides are measured in turns, and every other round the other way round, so that
 no one always comes first; the first round warms up and does not count. A ratio is the median of the
-rounds' ratios.
+rounds' ratios. The machine's limits are measured in the same process as minfer, and its medians are
+shown as a share of what they allow.
 """
 
 import json
@@ -26,6 +27,7 @@ import minfer
 from minfer.demo import model_path
 from minfer.tools import bench_child, render
 from minfer.tools.bench_figures import N_BATCH, in_turns, number, ratios
+from minfer.tools.bench_work import Work, groups_of
 
 OURS = "minfer"
 FIRST_PROMPT = 16  # tokens read for the first token of an answer
@@ -36,11 +38,12 @@ Samples = dict[str, list[float]]  # of each side, one a round
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table: `amount` of `unit` in the seconds that a question takes."""
+    """One line of the table: so many tokens in the seconds that a question takes."""
 
     label: str
     question: tuple[str | int, ...]
     amount: int
+    work: tuple[int, ...]  # as Work.limit takes it
 
     def rates(self, seconds: list[float]) -> list[float]:
         """Tokens per second."""
@@ -50,14 +53,14 @@ class Row:
 def main(args) -> int:
     """Runs the subcommand; returns the exit status."""
     runs = []
-    with render.Bar(f"loading {args.model}") as bar:
+    with render.Bar(f"loading {args.model}") as bar, ExitStack() as stack:
         path = os.fspath(model_path(args.model, bar))
-        minfer.GgufFile(path).close()  # what is no model is said here
+        file = stack.enter_context(minfer.GgufFile(path))  # what is no model is said here
         sides: dict[str, Side] = {OURS: lambda: bench_child.ours(path)}
         if args.vs:
             sides[args.vs] = lambda: bench_child.peer(args.vs_python, "speed", path)
         for threads, fmt in product(args.threads or [_cores()], args.cache_type):
-            runs.append(_run(sides, args, threads, fmt, bar))
+            runs.append(_run(file, sides, args, threads, fmt, bar))
     report = {"model": path, "repetitions": args.r, "runs": runs}
     if args.json:
         print(json.dumps(report))
@@ -80,17 +83,21 @@ def _rows(args) -> list[Row]:
     rows = []
     for depth in args.d:
         at = f" at {depth:,}" if depth else ""
+        n_batch, p, n = -(-args.p // N_BATCH), args.p, args.n
         rows += [
-            Row(f"prefill of {args.p:,}{at}", ("prefill", depth, args.p), args.p),
-            Row(f"decode of {args.n:,}{at}", ("decode", depth, args.n), args.n),
+            Row(f"prefill of {p:,}{at}", ("prefill", depth, p), p, (depth, p, 1, n_batch, 1)),
+            Row(f"decode of {n:,}{at}", ("decode", depth, n), n, (depth + 1, n, 1, n, n)),
         ]
     for n_seq in args.b:
         label = f"decode of {args.n:,}, {n_seq} sequence{'s'[: n_seq > 1]}"
-        rows.append(Row(label, ("batch", n_seq, args.n), n_seq * args.n))
+        work = (1, args.n, n_seq, args.n, n_seq * args.n)
+        rows.append(Row(label, ("batch", n_seq, args.n), n_seq * args.n, work))
     return rows
 
 
-def _run(sides: dict[str, Side], args, threads: int, fmt: str, bar: render.Bar) -> dict[str, Any]:
+def _run(
+    file: minfer.GgufFile, sides: dict[str, Side], args, threads: int, fmt: str, bar: render.Bar
+) -> dict[str, Any]:
     """All rows with a number of threads and a format of the cache."""
     n_seq = max(args.b, default=1)
     n_most = max(args.d) + max(args.p, args.n + 1)
@@ -113,20 +120,29 @@ def _run(sides: dict[str, Side], args, threads: int, fmt: str, bar: render.Bar) 
         children = {name: stack.enter_context(closing(side())) for name, side in sides.items()}
         loads = each("loading", lambda name: children[name].ask(*opening))
         results.append(_result("load", "s", loads))
+        facts = {name: child.ask("facts") for name, child in children.items()}
+        work = Work.of(file, groups_of(facts[OURS]["groups"]))
+        measured = {}
         for row in _rows(args):
             seconds = each(row.label, lambda name: children[name].ask(*row.question))
             rates = {name: row.rates(s) for name, s in seconds.items()}
-            results.append(_result(row.label, "tokens/s", rates))
+            measured[row] = _result(row.label, "tokens/s", rates)
+        results += measured.values()
         peaks = {name: [child.ask("peak")] for name, child in children.items()}
         if all(peak[0] for peak in peaks.values()):
             results.append(_result("most memory", "bytes", peaks))
-        facts = {name: child.ask("facts") for name, child in children.items()}
+        limits = minfer.Limits(**children[OURS].ask("limits"))
+    for row, result in measured.items():
+        limit = work.limit(limits, *row.work)
+        share = limit.seconds * result[OURS]["median"] / row.amount
+        result["limit"] = {"share": share, "of": limit.what}
     return {
         "n_ctx": n_ctx,
         "n_seq": n_seq,
         "threads": threads,
         "isa": facts[OURS]["isa"],
         "kv_formats": {name: about["kv_format"] for name, about in facts.items()},
+        "limits": limits._asdict(),
         "results": results,
     }
 
@@ -162,19 +178,25 @@ def _show(report: dict[str, Any]) -> None:
         say(f"{render.printable(report['model'])}: {run['isa']}, {threads}, n_ctx {run['n_ctx']:,}")
         sides = run["kv_formats"]
         table = Table("tokens/s, or as said", box=None)
-        columns = [*sides, "ratio", "lowest - highest"] if len(sides) > 1 else [OURS, "range"]
+        columns = [*sides, *(["ratio"] if len(sides) > 1 else []), "range", "of limit"]
         for name in columns:
-            table.add_column(name, justify="right", no_wrap=True)
+            table.add_column(name.replace("-python", "\n-python"), justify="right", no_wrap=True)
         table.add_row("cache", *sides.values())
         for result in run["results"]:
             table.add_row(*_cells(result, list(sides)))
         console.print(table)
+        limits = run["limits"]
+        say(
+            f"limits here: {limits['int8_macs'] / 1e9:.0f} G int8 and"
+            f" {limits['f32_fmas'] / 1e9:.0f} G f32 multiply-adds,"
+            f" {limits['read_bytes'] / 1e9:.1f} GB read per second"
+        )
     ratios_are = "; ratios are minfer's figures over the other's" if len(sides) > 1 else ""
     say(f"medians of {report['repetitions']}{ratios_are}")
 
 
 def _cells(result: dict[str, Any], sides: list[str]) -> list[str]:
-    """What, the medians, and the spread of the last thing that has one."""
+    """What, the medians, the spread of what stands before it, and minfer's share of the limit."""
     unit, last = result["unit"], result.get("ratio", result[OURS])
     show = render.size if unit == "bytes" else number
     spread = number if "ratio" in result else show
@@ -182,6 +204,8 @@ def _cells(result: dict[str, Any], sides: list[str]) -> list[str]:
     cells += [show(result[name]["median"]) for name in sides]
     if "ratio" in result:
         cells.append(f"{number(last['median'])}x")
-    if len(last["samples"]) > 1:
-        cells.append(f"{spread(last['min'])} - {spread(last['max'])}")
+    several = len(last["samples"]) > 1
+    cells.append(f"{spread(last['min'])} - {spread(last['max'])}" if several else "")
+    if "limit" in result:
+        cells.append(f"{100 * result['limit']['share']:.0f} % {result['limit']['of']}")
     return cells

@@ -35,7 +35,8 @@ class Child:
             self._log.seek(0)
             last = self._log.read().strip().rpartition("\n")[2]
             status = self._process.wait()
-            raise minfer.NotFoundError(f"{self._name} ended with status {status} ({last}){self._hint}")
+            ended = f"{self._name} ended with status {status}"
+            raise minfer.NotFoundError(f"{ended} ({last}){self._hint}")
         answer = json.loads(line)
         if isinstance(answer, dict) and "error" in answer:
             raise minfer.ArgumentError(answer["error"])

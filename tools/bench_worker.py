@@ -6,7 +6,9 @@
     decode DEPTH N                             to read N tokens one by one after DEPTH + 1 others
     batch N_SEQ N                              the same in so many empty sequences together
 and
-    facts  what the engine has chosen
+    facts  what the engine has chosen, and of each group of layers the kind, how many and the bytes
+           of a token
+    limits what the machine can do at most with the engine's threads
     peak   most bytes of the process since `open`
 
 The rows before are computed once for all measurements of a depth. Invariant: sequence 0 holds the
@@ -15,6 +17,7 @@ rows of a depth, and after each call no other sequence holds any.
 
 import sys
 from time import perf_counter
+from typing import Any
 
 import minfer
 from minfer.tools.bench_serve import forget_peak, peak_bytes, serve, tokens
@@ -40,9 +43,14 @@ class _Worker:
         )
         return perf_counter() - start
 
-    def facts(self) -> dict[str, str | int]:
+    def facts(self) -> dict[str, Any]:
         engine = self._engine
-        return {"isa": engine.isa, "threads": engine.n_threads, "kv_format": engine.kv_format}
+        groups = [(g.kind, g.n_layers, g.bytes_per_token) for g in engine.kv.stats()]
+        return {"isa": engine.isa, "kv_format": engine.kv_format, "groups": groups}
+
+    def limits(self) -> dict[str, float]:
+        engine = self._engine
+        return minfer.measure_limits(engine.isa, engine.n_threads)._asdict()
 
     def peak(self) -> int | None:
         return peak_bytes()
@@ -104,7 +112,7 @@ class _Worker:
 def main() -> None:
     """Serves measurements until stdin ends."""
     worker = _Worker(sys.argv[1])
-    names = ("open", "facts", "peak", "first", "prefill", "decode", "batch")
+    names = ("open", "facts", "limits", "peak", "first", "prefill", "decode", "batch")
     serve({name: getattr(worker, name) for name in names})
 
 

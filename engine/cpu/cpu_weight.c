@@ -7,6 +7,7 @@
 
 #include "../alloc.h"
 #include "../error.h"
+#include "../os_posix.h"
 
 enum { PACK_BYTES = 1 << 20 };  // of a task: small enough to balance, large enough to stream
 
@@ -15,6 +16,7 @@ typedef struct packing {
     const void *rows;
     uint32_t panels_per_task;
     uint64_t row_bytes;
+    bool is_mapped;  // rows are, and leave memory as they are packed: never is a matrix there twice
     uint64_t *n_done;
 } packing;
 
@@ -24,9 +26,11 @@ static void pack_task(void *arg, uint32_t task, uint32_t thread) {
     const uint32_t p0 = task * job->panels_per_task;
     const uint32_t p1 = u32_min(p0 + job->panels_per_task, job->p->n_panels);
     panels_pack(job->p, job->rows, p0, p1);
-    if (!job->n_done) return;
-    const uint64_t rows = u32_min(p1 * PANEL_ROWS, job->p->n_rows) - p0 * PANEL_ROWS;
-    __atomic_fetch_add(job->n_done, rows * job->row_bytes, __ATOMIC_RELAXED);
+    const size_t row0 = (size_t)p0 * PANEL_ROWS;
+    const size_t n_rows = u32_min(p1 * PANEL_ROWS, job->p->n_rows) - row0;
+    if (job->is_mapped)
+        os_map_forget((const uint8_t *)job->rows + row0 * job->row_bytes, n_rows * job->row_bytes);
+    if (job->n_done) __atomic_fetch_add(job->n_done, n_rows * job->row_bytes, __ATOMIC_RELAXED);
 }
 
 int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t *n_done) {
@@ -49,6 +53,7 @@ int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t 
                    .rows = t->data,
                    .panels_per_task = per_task,
                    .row_bytes = t->bytes / t->dims[1],
+                   .is_mapped = t->is_mapped,
                    .n_done = n_done};
     pool_run(threads, pack_task, &job, (p.n_panels + per_task - 1) / per_task);
     *out = &w->base;
