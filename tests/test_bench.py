@@ -143,7 +143,7 @@ def check(about, n):
 
 
 WHAT = ["start to first token", "load", "prefill of 24", "decode of 5", "prefill of 24 at 40",
-        "decode of 5 at 40", "decode of 5, 1 sequence", "decode of 5, 3 sequences",
+        "decode of 5 at 40", "1 x decode of 5", "3 x decode of 5",
         "most memory"]  # fmt: skip
 
 

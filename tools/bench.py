@@ -89,8 +89,8 @@ def _rows(args) -> list[Row]:
             Row(f"decode of {n:,}{at}", ("decode", depth, n), n, (depth + 1, n, 1, n, n)),
         ]
     for n_seq in args.b:
-        label = f"decode of {args.n:,}, {n_seq} sequence{'s'[: n_seq > 1]}"
         work = (1, args.n, n_seq, args.n, n_seq * args.n)
+        label = f"{n_seq} x decode of {args.n:,}"
         rows.append(Row(label, ("batch", n_seq, args.n), n_seq * args.n, work))
     return rows
 
