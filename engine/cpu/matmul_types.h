@@ -61,9 +61,9 @@
     }
 
 // Asks for the weights that come 4 KB later, into the second-level cache: it waits for more lines
-// at a time than the first, which here is worth a quarter of the speed. They may lie behind the
-// last panel, so the address is a number. With few tokens memory is the limit, and hardware
-// prefetching alone reaches half of it.
+// at a time than the first. Measured in turns on one core, out of the caches, codes of 4 to 6 bits
+// gain a quarter and Q8_0 nothing. They may lie behind the last panel, so the address is a number.
+// With few tokens memory is the limit, and hardware prefetching alone reaches half of it.
 MATMUL_INLINE void matmul_prefetch(const uint8_t *weights) {
     enum { READ, LEVEL_2 = 2 };
     __builtin_prefetch((const void *)((uintptr_t)weights + 4096), READ, LEVEL_2);
