@@ -237,7 +237,7 @@ def test_where_a_picture_is_not_written(path, plot, tmp_path, monkeypatch):
     picture.write_bytes(b"old")
     (tmp_path / "folder.png").mkdir()
     with monkeypatch.context() as patch:
-        patch.setattr(session_plot, "draw", None)  # none of these is worth drawing for
+        patch.setattr(session_plot, "_page", None)  # none of these is worth drawing for
         for out, cause in (
             ("none/x.png", "No such file or directory"),
             ("x.png/x.png", "Not a directory"),

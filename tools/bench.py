@@ -27,7 +27,7 @@ import minfer
 from minfer.demo import model_path
 from minfer.tools import bench_child, render
 from minfer.tools.bench_figures import N_BATCH, in_turns, number, ratios
-from minfer.tools.bench_work import Work, groups_of
+from minfer.tools.bench_work import Work, groups_of, limits_in_words
 
 OURS = "minfer"
 FIRST_PROMPT = 16  # tokens read for the first token of an answer
@@ -52,6 +52,21 @@ class Row:
 
 def main(args) -> int:
     """Runs the subcommand; returns the exit status."""
+    if args.plot is None:
+        _show(_report(args), args.json)
+        return 0
+
+    from minfer.tools import bench_plot, plotting  # only a picture needs what they import
+
+    with plotting.written(args.plot, "--plot") as picture:
+        report = _report(args)
+        _show(report, args.json)
+        picture.write(plotting.drawn(lambda: bench_plot.page(report), args.plot))
+    return 0
+
+
+def _report(args) -> dict[str, Any]:
+    """All that is measured."""
     runs = []
     with render.Bar(f"loading {args.model}") as bar, ExitStack() as stack:
         path = os.fspath(model_path(args.model, bar))
@@ -61,12 +76,7 @@ def main(args) -> int:
             sides[args.vs] = lambda: bench_child.peer(args.vs_python, "speed", path)
         for threads, fmt in product(args.threads or [_cores()], args.cache_type):
             runs.append(_run(file, sides, args, threads, fmt, bar))
-    report = {"model": path, "repetitions": args.r, "runs": runs}
-    if args.json:
-        print(json.dumps(report))
-    else:
-        _show(report)
-    return 0
+    return {"model": path, "repetitions": args.r, "runs": runs}
 
 
 def _cores() -> int:
@@ -167,14 +177,17 @@ def _result(what: str, unit: str, samples: Samples) -> dict[str, Any]:
 # ---- showing -------------------------------------------------------------------------------------
 
 
-def _show(report: dict[str, Any]) -> None:
+def _show(report: dict[str, Any], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(report))
+        return
     console = Console()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False, soft_wrap=True)
 
     for run in report["runs"]:
-        threads = f"{run['threads']} thread{'s'[: run['threads'] > 1]}"
+        threads = render.count(run["threads"], "thread")
         say(f"{render.printable(report['model'])}: {run['isa']}, {threads}, n_ctx {run['n_ctx']:,}")
         sides = run["kv_formats"]
         table = Table("tokens/s, or as said", box=None)
@@ -185,12 +198,7 @@ def _show(report: dict[str, Any]) -> None:
         for result in run["results"]:
             table.add_row(*_cells(result, list(sides)))
         console.print(table)
-        limits = run["limits"]
-        say(
-            f"limits here: {limits['int8_macs'] / 1e9:.0f} G int8 and"
-            f" {limits['f32_fmas'] / 1e9:.0f} G f32 multiply-adds,"
-            f" {limits['read_bytes'] / 1e9:.1f} GB read per second"
-        )
+        say(f"limits here: {limits_in_words(run['limits'])}")
     ratios_are = "; ratios are minfer's figures over the other's" if len(sides) > 1 else ""
     say(f"medians of {report['repetitions']}{ratios_are}")
 

@@ -86,6 +86,14 @@ class Work:
         return Limit(computing, max(("int8", "f32"), key=seconds.__getitem__))
 
 
+def limits_in_words(limits: Mapping[str, float]) -> str:
+    """Those of a machine, by the names that minfer.Limits has for them."""
+    return (
+        f"{limits['int8_macs'] / 1e9:.0f} G int8 and {limits['f32_fmas'] / 1e9:.0f} G f32"
+        f" multiply-adds, {limits['read_bytes'] / 1e9:.1f} GB read per second"
+    )
+
+
 def groups_of(facts: list[Any]) -> list[Group]:
     """From kinds, layers and bytes per token, as an engine says them."""
     out = []

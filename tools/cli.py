@@ -130,6 +130,7 @@ def _add_bench(commands) -> None:
         help=f"format of the KV cache: {', '.join(formats)}",
     )
     bench.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    bench.add_argument("--plot", type=_picture, metavar="OUT", help="draw it: a .png or .svg file")
     _add_peer(bench)
     bench.epilog = (
         "-d, -b, --threads and --cache-type take several values too: 0,4096. bench kv [MODEL]"
@@ -303,7 +304,7 @@ def _add_run(command: argparse.ArgumentParser) -> None:
 
 def _picture(text: str) -> str:
     if not text.lower().endswith((".png", ".svg")):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} does not end in .png or .svg")
+        raise argparse.ArgumentTypeError(f"{text[-60:]!r} does not end in .png or .svg")
     return text
 
 

@@ -46,6 +46,17 @@ def printable(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or (c >= " " and not "\x7f" <= c <= "\x9f"))
 
 
+def one_line(text: str, most: int = 60) -> str:
+    """Text that came from a file, cut to a length that a line has room for."""
+    text = " ".join(printable(text).split())
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def count(n: int, what: str) -> str:
+    """3 and "row" as "3 rows"."""
+    return f"{n:,} {what}{'s'[: n != 1]}"
+
+
 def say(text: str) -> None:
     """A line on stderr."""
     print(printable(text), file=sys.stderr, flush=True)

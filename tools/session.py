@@ -12,6 +12,7 @@ from rich.table import Table
 import minfer
 from minfer.tools import render
 from minfer.tools.conversation import cache_path, state_summary
+from minfer.tools.render import count, one_line
 
 
 def main(args) -> int:
@@ -45,17 +46,6 @@ def opened(path: str) -> minfer.SessionFile:
         if not os.path.isfile(cache):
             raise
         raise type(error)(f"{error}; the cache of a conversation is in {cache}") from None
-
-
-def one_line(text: str, most: int = 60) -> str:
-    """Text that came from a file, cut to a length that a line has room for."""
-    text = " ".join(render.printable(text).split())
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def count(n: int, what: str) -> str:
-    """3 and "row" as "3 rows"."""
-    return f"{n:,} {what}{'s'[: n != 1]}"
 
 
 # ---- verify --------------------------------------------------------------------------------------

@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 
 import minfer
-from minfer.tools.render import printable
-from minfer.tools.session import one_line, opened
+from minfer.tools.render import one_line, printable
+from minfer.tools.session import opened
 
 CHUNK_BYTES = 1 << 20  # compared at a time
 HEADER = ("version", "kv_format", "flags", "device", "n_layer", "n_ctx", "n_embd", "n_head_kv",

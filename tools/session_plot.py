@@ -5,56 +5,32 @@ loading into an empty cache places them. A row has the colour of the sequence th
 that two or three read has a band of each, in the file's order; one that more read has a band of the
 first and a black one. Free cells are shown where a file tells their number: in groups without a
 window.
-
-The only file that imports matplotlib.
 """
 
 import colorsys
-import io
 import os
-import warnings
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from errno import EISDIR
 from itertools import pairwise
 from math import isqrt
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import minfer
-from minfer.tools.conversation import replacing
-from minfer.tools.render import printable, size
-from minfer.tools.session import count, one_line, opened
+from minfer.tools import plotting
+from minfer.tools.plotting import GREY, LEGEND_LINE, MARGIN, PALETTE, TITLE, WIDTH, Page, label
+from minfer.tools.render import count, printable, size
+from minfer.tools.session import opened
 
-try:
-    os.environ["MPLBACKEND"] = "agg"  # whatever it says: no window is opened
-    import matplotlib
-    from matplotlib.collections import PolyCollection
-    from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
-except ImportError as error:
-    raise minfer.UnsupportedError(
-        f"a picture needs matplotlib ({error}); pip install 'minfer[plot]'"
-    ) from None
+from matplotlib.collections import PolyCollection  # after plotting, which says what lacks
 
-# Okabe and Ito's, told apart by those who see colours differently; more sequences need more.
-PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#f0e442")
 FREE, OTHERS = "#e8e8e8", "#000000"
 BANDS = 3  # of one row
 LONG_LABELS = 12  # sequences; of more of them the legend has only the numbers
-GREY = "#555555"  # of what is read second
-
-WIDTH, MARGIN, LEFT = 11.0, 0.35, 0.75  # inches: of the picture, around it, of the labels of lines
+LEFT = 0.75  # inches: of the labels of lines
 PANEL = WIDTH - LEFT - MARGIN
-TITLE, LEGEND_LINE, HEADING, TICKS, TEXT_LINE = 0.45, 0.24, 0.6, 0.28, 0.17  # heights
+HEADING, TICKS, TEXT_LINE = 0.6, 0.28, 0.17  # heights
 LEAST_LINE, MOST_LINES = 0.03, 8.0  # heights of a line of cells and of all of them
-STYLE = {
-    "font.size": 9,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "minfer",  # the same picture is the same file
-    "text.parse_math": False,
-}
 
 
 class Run(NamedTuple):
@@ -83,36 +59,10 @@ def main(args) -> int:
     with opened(args.file) as file:
         if os.path.exists(out) and os.path.samefile(out, args.file):
             raise minfer.ArgumentError(f"{out} is the session itself; name another file with -o")
-        with _written(out) as picture:
-            picture.write(draw(file, out[-3:].lower()))
+        with plotting.written(out, "-o") as picture:
+            picture.write(plotting.drawn(lambda: _page(file), out))
     print(printable(out))
     return 0
-
-
-@contextmanager
-def _written(out: str) -> Iterator[BinaryIO]:
-    """What becomes the file at `out`. Opened before the drawing, which may take long."""
-    try:
-        if os.path.isdir(out):
-            raise OSError(EISDIR, os.strerror(EISDIR))
-        with replacing(out) as file:
-            yield file
-    except OSError as error:
-        raise minfer.FileError(
-            f"{out}: {error.strerror or error}; name a picture that can be written with -o"
-        ) from None
-
-
-def draw(file: minfer.SessionFile, form: str) -> bytes:
-    """The picture as a file of the format "png" or "svg"."""
-    out = io.BytesIO()
-    with matplotlib.rc_context(), warnings.catch_warnings():
-        matplotlib.rcdefaults()
-        matplotlib.rcParams.update(STYLE)
-        warnings.simplefilter("ignore", UserWarning)  # a name that the font has no letters for
-        metadata = {"Date": None} if form == "svg" else {"Software": None}
-        _figure(file).savefig(out, format=form, dpi=150, metadata=metadata)
-    return out.getvalue()
 
 
 def runs(file: minfer.SessionFile, group: int) -> list[Run]:
@@ -174,10 +124,10 @@ def _lines(first: int, n: int, width: int) -> Iterator[tuple[int, int, int]]:
         first, n = first + part, n - part
 
 
-# ---- the figure ----------------------------------------------------------------------------------
+# ---- the page ------------------------------------------------------------------------------------
 
 
-def _figure(file: minfer.SessionFile) -> Figure:
+def _page(file: minfer.SessionFile) -> Page:
     info, n_seqs = file.info, len(file.seqs)
     found, of_seq = [runs(file, g) for g in range(len(file.groups))], colours(n_seqs)
     n_cells = [group.n_rows if group.window else info.n_ctx for group in file.groups]
@@ -187,54 +137,33 @@ def _figure(file: minfer.SessionFile) -> Figure:
     lines = [_n_lines(n, width) for n in n_cells]
     heights = [min(max(PANEL / width, LEAST_LINE) * n, MOST_LINES) for n in lines]
     panels, caption = sum(HEADING + each + TICKS for each in heights), _caption(file, found)
-    height = 2 * MARGIN + TITLE + legend_height + panels + TEXT_LINE * (1 + len(caption))
-    figure = Figure(figsize=(WIDTH, height), facecolor="white")
+    page = Page(2 * MARGIN + TITLE + legend_height + panels + TEXT_LINE * (1 + len(caption)))
 
-    def write(x: float, y: float, text: str, **how) -> None:  # inches from the left and the top
-        figure.text(x / WIDTH, 1 - y / height, text, va="baseline", **how)
-
-    def area(x: float, y: float, w: float, h: float) -> tuple[float, float, float, float]:
-        return x / WIDTH, 1 - (y + h) / height, w / WIDTH, h / height
-
-    title = f"{_label(os.path.basename(file.path))}: {count(n_seqs, 'sequence')}"
-    facts = f"context {info.n_ctx:,}, {info.kv_format}, {size(info.file_bytes)}"
-    y = MARGIN + 0.15
-    write(MARGIN, y, title, fontsize=14, weight="bold")
-    write(WIDTH - MARGIN, y, facts, color=GREY, ha="right")
+    title = f"{label(os.path.basename(file.path))}: {count(n_seqs, 'sequence')}"
+    page.title(title, f"context {info.n_ctx:,}, {info.kv_format}, {size(info.file_bytes)}")
     y = MARGIN + TITLE
-    for k, (label, colour) in enumerate(entries):
-        line, column = divmod(k, n_columns)
-        x, top = MARGIN + column * (WIDTH - 2 * MARGIN) / n_columns, y + line * LEGEND_LINE
-        left, bottom, w, h = area(x, top, 0.16, 0.12)
-        patch = Rectangle((left, bottom), w, h, facecolor=colour, lw=0)
-        figure.add_artist(patch)
-        write(x + 0.22, top + 0.11, label)
+    page.legend(y, entries, n_columns)
     y += legend_height
     for g, of_group in enumerate(found):
         heading, below = _headings(file, g, of_group)
-        write(LEFT, y + HEADING - 0.28, heading, weight="bold")
-        write(LEFT, y + HEADING - 0.09, below, color=GREY)
-        axes = figure.add_axes(area(LEFT, y + HEADING, PANEL, heights[g]))
-        drawn = list(boxes(of_group, n_cells[g], width, of_seq))
-        _panel(axes, drawn, n_cells[g], width, heights[g] / lines[g])
+        page.write(LEFT, y + HEADING - 0.28, heading, weight="bold")
+        page.write(LEFT, y + HEADING - 0.09, below, color=GREY)
+        axes = page.axes(LEFT, y + HEADING, PANEL, heights[g])
+        parts = list(boxes(of_group, n_cells[g], width, of_seq))
+        _panel(axes, parts, n_cells[g], width, heights[g] / lines[g])
         y += HEADING + heights[g] + TICKS
     for k, line in enumerate(caption):
-        write(LEFT, y + TEXT_LINE * (2 + k), line, color=GREY, fontsize=8)
-    return figure
-
-
-def _label(text: str) -> str:
-    """Text of the file or its name; what is no character is a question mark."""
-    return one_line(text).encode("utf-8", "replace").decode()
+        page.write(LEFT, y + TEXT_LINE * (2 + k), line, color=GREY, fontsize=8)
+    return page
 
 
 def _n_lines(n_cells: int, width: int) -> int:
     return max(1, -(-n_cells // width))
 
 
-def _panel(axes, drawn: list[Box], n_cells: int, width: int, line_height: float) -> None:
+def _panel(axes, parts: list[Box], n_cells: int, width: int, line_height: float) -> None:
     n_lines = _n_lines(n_cells, width)
-    corners, colour = [_corners(box) for box in drawn], [box.colour for box in drawn]
+    corners, colour = [_corners(box) for box in parts], [box.colour for box in parts]
     axes.add_collection(PolyCollection(corners, facecolors=colour, lw=0, antialiased=False))
     cell = PANEL * 72 / width  # points
     if cell >= 2:
@@ -242,8 +171,6 @@ def _panel(axes, drawn: list[Box], n_cells: int, width: int, line_height: float)
         axes.vlines(range(1, width), 0, n_lines, color="white", lw=lw)
         axes.hlines(range(1, n_lines), 0, width, color="white", lw=lw)
     axes.set(xlim=(0, width), ylim=(n_lines, 0))
-    axes.spines[:].set_visible(False)
-    axes.tick_params(length=0, labelsize=8, labelcolor=GREY)
     step = 1  # lines from one label to the next
     while step * line_height < TEXT_LINE:
         step *= 2
@@ -263,7 +190,7 @@ def _corners(box: Box) -> list[tuple[float, float]]:
 def _headings(file: minfer.SessionFile, g: int, found: list[Run]) -> tuple[str, str]:
     """What a group is, and how full."""
     group = file.groups[g]
-    heading = f"group {g}: {_label(group.kind)}, {count(group.n_layers, 'layer')}"
+    heading = f"group {g}: {label(group.kind)}, {count(group.n_layers, 'layer')}"
     spans = [spans for i in range(len(file.seqs)) if (spans := file.spans(i, g))]
     n_shared = sum(run.len for run in found if run.n_readers > 1)
     shared = f"{n_shared:,} of them shared" if n_shared else "none shared"
