@@ -62,13 +62,13 @@ const char *mf_last_error(void);
 
 // ---- the machine -----------------------------------------------------------------------------
 
-// Instruction sets this machine can run, best first, comma separated: "avx512,avx2,scalar".
+// Instruction sets this machine can run, best first, comma separated: "amx,avx512,avx2,scalar".
 const char *mf_isas(void);
 
 // What bounds every computation, per second and of all threads together.
 typedef struct mf_limits {
     size_t size;
-    double int8_macs;   // multiply-adds of bytes in registers, in the instructions of the kernels
+    double int8_macs;   // multiply-adds of bytes in vector registers, as the kernels make them
     double f32_fmas;    // fused multiply-adds of floats, likewise
     double read_bytes;  // from memory, far more than the caches hold
 } mf_limits;

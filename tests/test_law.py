@@ -12,7 +12,7 @@ import tinymodels
 
 import minfer
 
-ISAS = [isa for isa in ("scalar", "avx2", "avx512", "neon", "dotprod") if isa in minfer.isas()]
+ISAS = minfer.isas()
 TINY = [("gemma3", "Q4_K"), ("gemma2", "Q6_K"), ("llama", "F16"), ("phi3", "Q5_0"), ("olmo2", "MXFP4")]
 FORMATS = list(minfer.KvFormat)
 MATES = [3, 17, 40]  # lengths of the other sequences in a batch

@@ -33,7 +33,7 @@ static void test_numbers(const cpu_kernels *k, uint32_t n_threads) {
     const char *const isa = k->name;
     ACCEPTED(mf_measure_limits(&l, isa, n_threads));
     const double cores = n_threads ? n_threads : 1024;
-    const double bytes = !strcmp(isa, "avx512") ? 64 : 32;
+    const double bytes = !strcmp(isa, "amx") || !strcmp(isa, "avx512") ? 64 : 32;
     const double most = 4 * bytes * 6.5e9 * cores;
     check(l.int8_macs > 0 && l.int8_macs < most, "%s: %g int8 multiply-adds", isa, l.int8_macs);
     check(l.f32_fmas > 0 && l.f32_fmas < most / 4, "%s: %g f32 multiply-adds", isa, l.f32_fmas);

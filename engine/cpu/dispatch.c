@@ -1,3 +1,4 @@
+#define _GNU_SOURCE
 // Owns the kernel tables: made once, the scalar definitions first, then each instruction set of
 // this machine on top of the one before. Refuses an instruction set that the processor or the
 // operating system does not support.
@@ -13,9 +14,11 @@
 #include <sys/auxv.h>
 #elif defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
-enum { MAX_TABLES = 4 };
+enum { MAX_TABLES = 5 };
 
 static cpu_kernels tables[MAX_TABLES];  // in ISA order: scalar first
 static size_t n_tables;
@@ -33,6 +36,18 @@ static cpu_kernels *table_add(const char *name) {
 static bool has_f16c(void) {
     uint32_t a, b, c, d;
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
+}
+
+// Also asks the system for the tile registers, which a process has on demand only.
+static bool has_amx(void) {
+#ifdef SYS_arch_prctl
+    enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, REQUEST = 0x1023, TILE_DATA = 18 };
+    uint32_t a, b, c, d;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_TILE) && (d & AMX_INT8) &&
+           syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+#else
+    return false;
+#endif
 }
 
 // __builtin_cpu_supports also asks the system whether it keeps the wide registers (XGETBV).
@@ -53,6 +68,9 @@ static void add_native(void) {
     ops_init_avx512(k);
     attn_init_avx512(k);
     peak_init_avx512(k);
+    if (!has_amx()) return;
+    k = table_add("amx");
+    matmul_init_amx(k);
 }
 #elif defined(__aarch64__)
 enum { HWCAP_DOTPROD = 1 << 20 };  // ASIMDDP of the Linux ABI

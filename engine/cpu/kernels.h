@@ -178,6 +178,7 @@ int kernels_choose(const cpu_kernels **out, const char *isa);
 void matmul_init_scalar(cpu_kernels *k);
 void matmul_init_avx2(cpu_kernels *k);
 void matmul_init_avx512(cpu_kernels *k);
+void matmul_init_amx(cpu_kernels *k);
 void matmul_init_neon(cpu_kernels *k);
 void matmul_init_dotprod(cpu_kernels *k);
 void rows_init_scalar(cpu_kernels *k);

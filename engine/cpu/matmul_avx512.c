@@ -3,94 +3,9 @@
 // operand must be; their bias is repaid by the value an integer sum starts from, which costs
 // nothing: bias * -(sum of a). Equal to matmul_scalar.c bit for bit.
 
-#include <immintrin.h>
-
-#include "matmul_types.h"
+#include "matmul_avx512.h"
 
 enum { TILE = 12 };
-
-// A shift that is a constant after inlining; left for positive counts.
-MATMUL_INLINE __m512i shift_words(__m512i v, const int by) {
-    if (by > 0) return _mm512_slli_epi16(v, by);
-    if (by < 0) return _mm512_srli_epi16(v, -by);
-    return v;
-}
-
-// What is added to a signed code to make it unsigned. A power of two or 0.
-MATMUL_INLINE int bias_of(const quant_traits q) {
-    return q.codebook == CODEBOOK_IQ4 ? 128 : q.codebook == CODEBOOK_MXFP4 ? 16 : q.bias;
-}
-
-MATMUL_INLINE int log2_of(const int power) { return __builtin_ctz((unsigned)power); }
-
-// Columns 4 w .. 4 w + 3 of 16 rows, biased. low, high: the block's planes.
-MATMUL_INLINE __m512i load_word(const uint8_t *low, const uint8_t *high, const int w,
-                                const quant_traits q) {
-    const int lb = q.low_bits, hb = q.high_bits;
-    __m512i v = _mm512_load_si512(low + w % lb * 64);
-    if (lb < 8)
-        v = _mm512_and_si512(shift_words(v, -(w / lb * lb)),
-                             _mm512_set1_epi8((char)((1 << lb) - 1)));
-    if (hb) {
-        const __m512i upper = shift_words(_mm512_load_si512(high + w % hb * 64), lb - w / hb * hb);
-        v = _mm512_ternarylogic_epi32(v, upper, _mm512_set1_epi8((char)(((1 << hb) - 1) << lb)),
-                                      0xf8);  // v | upper & mask
-    }
-    if (q.codebook) {
-        const __m128i table = _mm_loadu_si128((const __m128i *)quant_codebooks[q.codebook]);
-        const __m128i biased = _mm_add_epi8(table, _mm_set1_epi8((char)bias_of(q)));
-        v = _mm512_shuffle_epi8(_mm512_broadcast_i32x4(biased), v);
-    }
-    return v;
-}
-
-MATMUL_INLINE __m512 load_scales(const uint8_t *at, const bool bf16) {
-    const __m256i bits = _mm256_load_si256((const __m256i *)at);
-    if (!bf16) return _mm512_cvtph_ps(bits);
-    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
-
-MATMUL_INLINE __m512 floats_of_bytes(__m128i v) {
-    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v));
-}
-MATMUL_INLINE __m128i load_bytes(const uint8_t *at) { return _mm_load_si128((const __m128i *)at); }
-
-// One block of one panel, ready for its tokens.
-typedef struct weight_block {
-    __m512i word[8];
-    __m512 scale, min;          // as panel_block has them
-    __m512 sub[2], sub_min[2];  // where sub-scales are 16 wide
-} weight_block;
-
-MATMUL_INLINE void load_block(weight_block *out, const uint8_t *chunk, uint32_t b,
-                              const dtype type) {
-    const quant_traits q = quant_traits_of[type];
-    const panel_chunk at = panel_chunk_of(type);
-    const uint8_t *const low = chunk + at.low + b * 64 * q.low_bits;
-    const uint8_t *const high = chunk + at.high + b * 64 * q.high_bits;
-    const uint32_t scale = q.sub_width ? 0 : b * PANEL_ROWS * 2;
-    MATMUL_UNROLL
-    for (int w = 0; w < 8; w++) out->word[w] = load_word(low, high, w, q);
-    out->scale = load_scales(chunk + at.d + scale, q.d_is_bf16);
-    if (q.has_min) out->min = load_scales(chunk + at.min + scale, false);
-    if (q.sub_width == 32) {
-        out->scale =
-            _mm512_mul_ps(out->scale, floats_of_bytes(load_bytes(chunk + at.sub + b * PANEL_ROWS)));
-        if (q.has_min) {
-            out->min = _mm512_mul_ps(
-                out->min, floats_of_bytes(load_bytes(chunk + at.sub_min + b * PANEL_ROWS)));
-        }
-    } else if (q.sub_width == 16) {
-        const __m128i nibble = _mm_set1_epi8(15);
-        MATMUL_UNROLL
-        for (uint32_t half = 0; half < 2; half++) {
-            const __m128i sub = load_bytes(chunk + at.sub + (b * 2 + half) * PANEL_ROWS);
-            out->sub[half] = floats_of_bytes(q.has_min ? _mm_and_si128(sub, nibble) : sub);
-            if (q.has_min)
-                out->sub_min[half] = floats_of_bytes(_mm_and_si128(_mm_srli_epi16(sub, 4), nibble));
-        }
-    }
-}
 
 // Per token of a tile and block: where integer sums start, and the negated sums as floats. Made for
 // all tokens at once and one block ahead, read back one broadcast at a time: made when needed, the
@@ -136,38 +51,14 @@ MATMUL_INLINE __m512i dot_words(__m512i sum, const weight_block *w, const int w0
 MATMUL_INLINE __m512 add_block(__m512 f, const weight_block *w, const int8_t *a, float ad,
                                const tile_sums *sums, const int t, const quant_traits q) {
     const bool halves = q.sub_width == 16, biased = bias_of(q) != 0;
-    const __m512 act = _mm512_set1_ps(ad);
     const __m512i zero = _mm512_setzero_si512();
-    if (!halves) {
-        const __m512i dot =
-            dot_words(biased ? _mm512_set1_epi32(sums->start[t]) : zero, w, 0, 8, a);
-        f = _mm512_fmadd_ps(_mm512_cvtepi32_ps(dot), _mm512_mul_ps(w->scale, act), f);
-        if (q.has_min)
-            f = _mm512_fmadd_ps(_mm512_set1_ps(sums->neg[t]), _mm512_mul_ps(w->min, act), f);
-        return f;
-    }
+    const int i = halves ? 2 * t : t;
     const __m512i dot0 =
-        dot_words(biased ? _mm512_set1_epi32(sums->start[2 * t]) : zero, w, 0, 4, a);
+        dot_words(biased ? _mm512_set1_epi32(sums->start[i]) : zero, w, 0, halves ? 4 : 8, a);
     const __m512i dot1 =
-        dot_words(biased ? _mm512_set1_epi32(sums->start[2 * t + 1]) : zero, w, 4, 4, a);
-    // Integers below 2^24: exact in floats.
-    const __m512 sum = _mm512_fmadd_ps(w->sub[1], _mm512_cvtepi32_ps(dot1),
-                                       _mm512_mul_ps(w->sub[0], _mm512_cvtepi32_ps(dot0)));
-    f = _mm512_fmadd_ps(sum, _mm512_mul_ps(w->scale, act), f);
-    if (q.has_min) {
-        const __m512 min_sum =
-            _mm512_fmadd_ps(w->sub_min[1], _mm512_set1_ps(sums->neg[2 * t + 1]),
-                            _mm512_mul_ps(w->sub_min[0], _mm512_set1_ps(sums->neg[2 * t])));
-        f = _mm512_fmadd_ps(min_sum, _mm512_mul_ps(w->min, act), f);
-    }
-    return f;
-}
-
-MATMUL_INLINE void store_rows(float *y, __mmask16 rows, __m512 f) {
-    const __m512 sum = _mm512_add_ps(f, _mm512_setzero_ps());
-    const __m512 nan = _mm512_castsi512_ps(_mm512_set1_epi32(0x7fc00000));
-    _mm512_mask_storeu_ps(y, rows,
-                          _mm512_mask_mov_ps(sum, _mm512_cmp_ps_mask(sum, sum, _CMP_UNORD_Q), nan));
+        halves ? dot_words(biased ? _mm512_set1_epi32(sums->start[i + 1]) : zero, w, 4, 4, a)
+               : zero;
+    return fold_block(f, &w->s, dot0, dot1, ad, sums->neg + i, q);
 }
 
 // Blocks of one tile lie n_tokens * 32 bytes apart, a stride no hardware prefetcher follows. first
@@ -206,11 +97,6 @@ MATMUL_INLINE void tile_q8(float *y, size_t y_stride, __mmask16 rows, const uint
     }
     MATMUL_UNROLL
     for (int i = 0; i < n; i++) store_rows(y + (t + (size_t)i) * y_stride, rows, f[i]);
-}
-
-MATMUL_INLINE __mmask16 rows_of(const panels *w, uint32_t p) {
-    const uint32_t n = u32_min(w->n_rows - p * PANEL_ROWS, PANEL_ROWS);
-    return (__mmask16)((1u << n) - 1);
 }
 
 MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,

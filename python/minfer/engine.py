@@ -90,8 +90,8 @@ def load(
 
     n_ctx: cells that all sequences share (None: 4096, or less if the model says so); n_seq:
     sequences 0..n_seq-1; n_batch: most tokens per pass over the weights; threads: None for one per
-    core; cache_type: a KV format (None: MINFER_CACHE_TYPE, else the device's choice); isa: scalar,
-    avx2, avx512 or neon (None: MINFER_ISA, else the best present). `progress` is called with
+    core; cache_type: a KV format (None: MINFER_CACHE_TYPE, else the device's choice); isa: one of
+    isas() (None: MINFER_ISA, else the best present). `progress` is called with
     (what, bytes done, bytes in all) about twenty times a second.
 
     Raises FileError, FormatError, UnsupportedError, LimitError, NoMemoryError or ArgumentError.
