@@ -15,6 +15,17 @@ void mem_free(void *p);
 void *mem_pages(size_t bytes);
 void mem_pages_free(void *p, size_t bytes);
 
+// Many arrays of pages that are freed together and share 2 MB pages where the system has them.
+// Starts zeroed.
+typedef struct mem_arena {
+    struct arena_block *blocks;  // the newest first
+    size_t bytes;                // of all
+} mem_arena;
+
+// Zeroed, 64-byte aligned; NULL as mem_alloc.
+void *mem_arena_alloc(mem_arena *a, size_t bytes);
+void mem_arena_free(mem_arena *a);
+
 // Tests: the allocation after `n` more successful ones fails, once (or, with n == SIZE_MAX, none
 // does).
 void mem_fail_after(size_t n);

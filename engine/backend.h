@@ -45,6 +45,8 @@ typedef struct backend_stats {
 // What a pass over the weights looks at between steps; cancelling turns ACTIVE into CANCELLED.
 enum run_state { RUN_IDLE, RUN_ACTIVE, RUN_CANCELLED };
 
+typedef struct weight_store weight_store;
+
 // One kind of device.
 typedef struct device {
     const char *name;                      // "cpu"
@@ -59,11 +61,14 @@ typedef struct device {
     // mf_measure_limits; isa and n_threads as in backend_config.
     int (*limits)(mf_limits *out, const char *isa, uint32_t n_threads);
 
-    // Weights: a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form.
+    // All weights of a model, freed together.
+    int (*weights_new)(weight_store **out);
+    void (*weights_free)(weight_store *s);
+    // Adds a matrix [n_rows][n_cols] or a vector, from the file's bytes to the device's form.
     // `n_done` counts bytes.
-    int (*matrix_load)(weight **out, const gguf_tensor *t, pool *p, uint64_t *n_done);
-    int (*vector_load)(weight **out, const gguf_tensor *t);
-    void (*weight_free)(weight *w);
+    int (*matrix_load)(weight **out, weight_store *in, const gguf_tensor *t, pool *p,
+                       uint64_t *n_done);
+    int (*vector_load)(weight **out, weight_store *in, const gguf_tensor *t);
 
     int (*backend_new)(backend **out, const backend_config *config);
     void (*backend_free)(backend *b);

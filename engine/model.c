@@ -73,7 +73,6 @@ typedef struct loader {
     mf_model *m;
     pool *threads;
     uint64_t *progress;
-    uint32_t cap;
 } loader;
 
 static uint64_t size_of(const mf_model *m, dim d) {
@@ -107,24 +106,6 @@ static int check_shape(const mf_model *m, const gguf_tensor *t, uint64_t cols, u
                 (unsigned long long)rows);
 }
 
-static int keep(loader *l, weight *w) {
-    mf_model *m = l->m;
-    if (m->n_weights == l->cap) {
-        const uint32_t cap = l->cap ? 2 * l->cap : 64;
-        weight **more = mem_grow(m->weights, cap, sizeof *more);
-        if (!more) {
-            m->dev->weight_free(w);
-            return MF_NOMEM;
-        }
-        m->weights = more;
-        l->cap = cap;
-    }
-    m->weights[m->n_weights++] = w;
-    m->weight_bytes += w->bytes;
-    m->n_params += (uint64_t)w->n_rows * w->n_cols;
-    return MF_OK;
-}
-
 // Loads rows [row0, row0 + rows) of a matrix, or a vector (rows 0). The device's own form is all
 // that is kept.
 static int load_part(const weight **out, loader *l, const gguf_tensor *t, uint64_t row0,
@@ -136,17 +117,18 @@ static int load_part(const weight **out, loader *l, const gguf_tensor *t, uint64
         part.data = (const char *)t->data + row0 * row_bytes;
         part.dims[1] = rows;
         part.bytes = rows * row_bytes;
-        TRY(l->m->dev->matrix_load(&w, &part, l->threads, l->progress));
+        TRY(l->m->dev->matrix_load(&w, l->m->weights, &part, l->threads, l->progress));
     } else {
         const dtype_info *type = dtype_get(t->type);
         if (type->block_elems > 1)
             return fail(MF_UNSUPPORTED,
                         "%s: tensor %.*s is %s; norms and biases must be F32, F16 or BF16",
                         gguf_path(l->m->file), (int)t->name_len, t->name, type->name);
-        TRY(l->m->dev->vector_load(&w, t));
+        TRY(l->m->dev->vector_load(&w, l->m->weights, t));
         if (l->progress) __atomic_fetch_add(l->progress, t->bytes, __ATOMIC_RELAXED);
     }
-    TRY(keep(l, w));
+    l->m->weight_bytes += w->bytes;
+    l->m->n_params += (uint64_t)w->n_rows * w->n_cols;
     *out = w;
     return MF_OK;
 }
@@ -338,6 +320,7 @@ int model_load(mf_model **out, mf_gguf *file, const mf_model_options *options) {
     TRY_GOTO(failed, refuse_unread(m));
     TRY_GOTO(failed, pool_new(&l.threads,
                               options->n_threads ? options->n_threads : pool_default_threads()));
+    TRY_GOTO(failed, m->dev->weights_new(&m->weights));
     TRY_GOTO(failed, load_all(&l));
     pool_free(l.threads);
     *out = m;
@@ -352,8 +335,7 @@ void model_retain(mf_model *m) { m->refs++; }
 
 void model_release(mf_model *m) {
     if (!m || --m->refs) return;
-    for (uint32_t i = 0; i < m->n_weights; i++) m->dev->weight_free(m->weights[i]);
-    mem_free(m->weights);
+    m->dev->weights_free(m->weights);
     mem_free(m->layers);
     mem_free(m->rope_freqs);
     mem_free(m->rope_long);

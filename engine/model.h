@@ -34,8 +34,7 @@ struct mf_model {
     const weight *embed, *output_norm, *output;  // output == embed when tied
     layer_weights *layers;                       // [n_layer]
     float *rope_freqs, *rope_long, *rope_short;  // [n_rot/2] divisors of the frequencies, or NULL
-    weight **weights;                            // all of them, once each
-    uint32_t n_weights;
+    weight_store *weights;                       // all of them, once each
     uint64_t weight_bytes, n_params;
     uint64_t fingerprint[2];  // gguf_fingerprint
 };

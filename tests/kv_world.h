@@ -100,10 +100,11 @@ static inline size_t region_bytes(const shape *s, uint32_t i) {
 
 // Tokens are rows of three tables: what the projections of a model would make of them.
 typedef struct tables {
+    weight_store *store;
     weight *q, *k, *v;
 } tables;
 
-static inline weight *load_table(pool *p, uint32_t width, uint64_t seed) {
+static inline weight *load_table(weight_store *in, pool *p, uint32_t width, uint64_t seed) {
     float *rows = claim((size_t)VOCAB * width * sizeof *rows);
     for (size_t i = 0; i < (size_t)VOCAB * width; i++) rows[i] = check_normal(&seed);
     const gguf_tensor t = {.name = "table",
@@ -114,7 +115,7 @@ static inline weight *load_table(pool *p, uint32_t width, uint64_t seed) {
                            .data = rows,
                            .bytes = (uint64_t)VOCAB * width * sizeof *rows};
     weight *w = NULL;
-    if (dev->matrix_load(&w, &t, p, NULL)) {
+    if (dev->matrix_load(&w, in, &t, p, NULL)) {
         printf("matrix_load: %s\n", mf_last_error());
         exit(1);
     }
@@ -124,18 +125,16 @@ static inline weight *load_table(pool *p, uint32_t width, uint64_t seed) {
 
 static inline tables load_tables(const shape *s) {
     pool *p = NULL;
-    if (pool_new(&p, 1)) exit(1);
-    const tables t = {load_table(p, s->n_head * s->head_dim, 1), load_table(p, width_of(s), 2),
-                      load_table(p, width_of(s), 3)};
+    tables t;
+    if (pool_new(&p, 1) || dev->weights_new(&t.store)) exit(1);
+    t.q = load_table(t.store, p, s->n_head * s->head_dim, 1);
+    t.k = load_table(t.store, p, width_of(s), 2);
+    t.v = load_table(t.store, p, width_of(s), 3);
     pool_free(p);
     return t;
 }
 
-static inline void free_tables(tables *t) {
-    dev->weight_free(t->q);
-    dev->weight_free(t->k);
-    dev->weight_free(t->v);
-}
+static inline void free_tables(tables *t) { dev->weights_free(t->store); }
 
 static inline int32_t embed(graph *g, const weight *w, uint32_t width) {
     graph_node *n = graph_add_node(g, OP_EMBED, GRAPH_NONE);

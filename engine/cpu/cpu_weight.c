@@ -1,5 +1,5 @@
-// Owns the CPU's form of weights. A matrix is packed once, by all threads, and the file's bytes are
-// not needed after.
+// Owns the CPU's form of weights, in memory that all of a model's share: a matrix is seldom whole
+// huge pages. A matrix is packed once, by all threads, and the file's bytes are not needed after.
 #include "cpu_weight.h"
 
 #include <math.h>
@@ -10,6 +10,21 @@
 #include "../os_posix.h"
 
 enum { PACK_BYTES = 1 << 20 };  // of a task: small enough to balance, large enough to stream
+
+struct weight_store {
+    mem_arena memory;
+};
+
+int cpu_weights_new(weight_store **out) {
+    *out = mem_alloc(1, sizeof **out);
+    return *out ? MF_OK : MF_NOMEM;
+}
+
+void cpu_weights_free(weight_store *s) {
+    if (!s) return;
+    mem_arena_free(&s->memory);
+    mem_free(s);
+}
 
 typedef struct packing {
     panels *p;
@@ -33,19 +48,16 @@ static void pack_task(void *arg, uint32_t task, uint32_t thread) {
     if (job->n_done) __atomic_fetch_add(job->n_done, n_rows * job->row_bytes, __ATOMIC_RELAXED);
 }
 
-int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t *n_done) {
+int cpu_matrix_load(weight **out, weight_store *in, const gguf_tensor *t, pool *threads,
+                    uint64_t *n_done) {
     panels p;
     if (t->dims[0] > UINT32_MAX || t->dims[1] > UINT32_MAX)
         return fail(MF_LIMIT, "tensor %.*s is larger than 2^32 in a dimension", (int)t->name_len,
                     t->name);
     TRY(panels_layout(&p, t->type, (uint32_t)t->dims[1], (uint32_t)t->dims[0]));
-    cpu_weight *w = mem_alloc(1, sizeof *w);
-    if (!w) return MF_NOMEM;
-    p.data = mem_pages(p.bytes);
-    if (!p.data) {
-        mem_free(w);
-        return MF_NOMEM;
-    }
+    cpu_weight *const w = mem_arena_alloc(&in->memory, sizeof *w);
+    p.data = mem_arena_alloc(&in->memory, p.bytes);
+    if (!w || !p.data) return MF_NOMEM;
     w->base = (weight){.type = t->type, .n_rows = p.n_rows, .n_cols = p.n_cols, .bytes = p.bytes};
     w->p = p;
     const uint32_t per_task = u32_max(1, (uint32_t)(PACK_BYTES / p.panel_bytes));
@@ -62,18 +74,16 @@ int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *threads, uint64_t 
 
 // Vectors are norm weights and biases; a panel of one row gives their exact values whatever the
 // type.
-int cpu_vector_load(weight **out, const gguf_tensor *t) {
+int cpu_vector_load(weight **out, weight_store *in, const gguf_tensor *t) {
     if (t->dims[0] > UINT32_MAX)
         return fail(MF_LIMIT, "tensor %.*s has more than 2^32 elements", (int)t->name_len, t->name);
     panels p;
     TRY(panels_layout(&p, t->type, 1, (uint32_t)t->dims[0]));
+    cpu_weight *const w = mem_arena_alloc(&in->memory, sizeof *w);
+    float *const vec = mem_arena_alloc(&in->memory, p.n_cols * sizeof *vec);
     p.data = mem_pages(p.bytes);
-    cpu_weight *w = mem_alloc(1, sizeof *w);
-    float *vec = mem_alloc(p.n_cols, sizeof *vec);
-    if (!p.data || !w || !vec) {
+    if (!w || !vec || !p.data) {
         mem_pages_free(p.data, p.bytes);
-        mem_free(w);
-        mem_free(vec);
         return MF_NOMEM;
     }
     panels_pack(&p, t->data, 0, 1);
@@ -84,12 +94,4 @@ int cpu_vector_load(weight **out, const gguf_tensor *t) {
     w->vec = vec;
     *out = &w->base;
     return MF_OK;
-}
-
-void cpu_weight_free(weight *base) {
-    if (!base) return;
-    cpu_weight *w = (cpu_weight *)base;
-    mem_pages_free(w->p.data, w->p.bytes);
-    mem_free(w->vec);
-    mem_free(w);
 }

@@ -11,8 +11,10 @@ typedef struct cpu_weight {
     float *vec;  // vectors, [base.n_cols]
 } cpu_weight;
 
-int cpu_matrix_load(weight **out, const gguf_tensor *t, pool *p, uint64_t *n_done);
-int cpu_vector_load(weight **out, const gguf_tensor *t);
-void cpu_weight_free(weight *w);
+int cpu_weights_new(weight_store **out);
+void cpu_weights_free(weight_store *s);
+int cpu_matrix_load(weight **out, weight_store *in, const gguf_tensor *t, pool *p,
+                    uint64_t *n_done);
+int cpu_vector_load(weight **out, weight_store *in, const gguf_tensor *t);
 
 #endif
