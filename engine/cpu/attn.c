@@ -186,6 +186,19 @@ static void tile_gather(tile_rows *out, const run *r, uint32_t head, const mf_kv
     }
 }
 
+// Asks for all of a unit's first tile at once: the kernels ask ahead from the second on, and where
+// few positions are read, all were pushed out of the caches by the weights since the last token.
+static void prefetch_tile(const tile_rows *t, size_t bytes) {
+    enum { READ, LEVEL_2 = 2, LINE = 64 };
+    for (uint32_t x = 0; x < ATTN_TILE; x++) {
+        if (!t->k[x]) continue;
+        for (size_t i = 0; i < bytes; i += LINE) {
+            __builtin_prefetch((const uint8_t *)t->k[x] + i, READ, LEVEL_2);
+            __builtin_prefetch((const uint8_t *)t->v[x] + i, READ, LEVEL_2);
+        }
+    }
+}
+
 // The rows as floats in the thread's scratch, where they then lie.
 static void tile_widen(tile_rows *t, const run *r, void *scratch) {
     const uint32_t head_dim = r->b->head_dim;
@@ -217,7 +230,10 @@ static void fold_tiles(const run *r, const unit *u, uint32_t tile0, uint32_t til
         for (size_t x = 0; x < (size_t)n_rows * (tile1 - tile0); x++) s.max[x] = -INFINITY;
     }
     uint32_t tile = tile_find(&span, end, tile0, lo, hi);
-    if (tile != UINT32_MAX) tile_gather(now, r, u->head, span, end, tile, lo, hi);
+    if (tile != UINT32_MAX) {
+        tile_gather(now, r, u->head, span, end, tile, lo, hi);
+        prefetch_tile(now, kv_head_bytes(r->b->format, head_dim));
+    }
     while (tile != UINT32_MAX) {
         const uint32_t after = tile_find(&span, end, tile + 1, lo, hi);
         if (after != UINT32_MAX)

@@ -1,6 +1,10 @@
 // Owns the memory of KV rows and what is done to whole rows: store, move, turn. Refuses regions
 // that do not fit in memory; which cells are whose was decided above.
 //
+// All regions lie in one mapping, so that they share huge pages: between two tokens the weights
+// push the rows out of all caches, and those of addresses too, and to find a row in small pages
+// again took ten times as long as reading it.
+//
 // Rows that are not f32 are turned as floats and stored again by the rule that stored them; the
 // floats between never stay, so that a row is always what its bytes say.
 //
@@ -15,42 +19,56 @@
 #include "../mathd.h"
 
 enum {
+    ALIGN = 64,
     INLINE_BYTES = 1 << 18,  // work on fewer is done before a sleeping thread has woken
     TASKS_PER_THREAD = 4     // what a thread that falls behind leaves to the others
 };
+
+static int too_large(uint32_t n_cells) {
+    return fail(MF_LIMIT, "KV regions of %u cells do not fit in memory; use a smaller n_ctx",
+                n_cells);
+}
+
+static int measure(kv_regions *r) {
+    const backend_config *const c = r->c;
+    for (uint32_t i = 0; i < c->n_layer; i++) {
+        const uint32_t g = c->layer_group[i];
+        uint64_t rows, region;
+        if (!u64_mul(&rows, (uint64_t)c->group_cells[g] + 1, r->row_bytes) ||
+            !u64_align(&region, rows, ALIGN) || region > (PTRDIFF_MAX - r->memory_bytes) / 2)
+            return too_large(c->group_cells[g]);
+        r->region_bytes[g] = (size_t)region;
+        r->memory_bytes += 2 * (size_t)region;
+        r->bytes += 2 * (size_t)rows;
+    }
+    return MF_OK;
+}
 
 int kv_regions_new(kv_regions *r, const backend_config *c, const cpu_kernels *kernels,
                    uint32_t n_threads) {
     const uint32_t width = c->n_head_kv * c->head_dim;
     *r = (kv_regions){.c = c, .kernels = kernels};
     r->row_bytes = kv_format_row_bytes(c->kv_format, width);
-    for (uint32_t g = 0; g < c->n_groups; g++)
-        if (!size_mul(&r->region_bytes[g], (size_t)c->group_cells[g] + 1, r->row_bytes))
-            return fail(MF_LIMIT,
-                        "a KV region of %u cells does not fit in memory; use a smaller n_ctx",
-                        c->group_cells[g]);
+    TRY(measure(r));
     r->k = mem_alloc(c->n_layer, sizeof *r->k);
     r->v = mem_alloc(c->n_layer, sizeof *r->v);
     r->rope_by = mem_alloc((size_t)ROPE_KINDS * c->n_rot, sizeof *r->rope_by);
     r->turning = mem_alloc((size_t)n_threads * width, sizeof *r->turning);
-    if (!r->k || !r->v || !r->rope_by || !r->turning) return MF_NOMEM;
+    r->memory = mem_pages(r->memory_bytes);
+    if (!r->k || !r->v || !r->rope_by || !r->turning || !r->memory) return MF_NOMEM;
+    uint8_t *at = r->memory;
     for (uint32_t i = 0; i < c->n_layer; i++) {
         const size_t bytes = r->region_bytes[c->layer_group[i]];
-        r->k[i] = mem_pages(bytes);
-        r->v[i] = mem_pages(bytes);
-        if (!r->k[i] || !r->v[i]) return MF_NOMEM;
-        r->bytes += 2 * bytes;
+        r->k[i] = at;
+        r->v[i] = at + bytes;
+        at += 2 * bytes;
         r->used[c->layer_rope[i]] = true;
     }
     return MF_OK;
 }
 
 void kv_regions_free(kv_regions *r) {
-    for (uint32_t i = 0; r->c && i < r->c->n_layer; i++) {
-        const size_t bytes = r->region_bytes[r->c->layer_group[i]];
-        if (r->k) mem_pages_free(r->k[i], bytes);
-        if (r->v) mem_pages_free(r->v[i], bytes);
-    }
+    mem_pages_free(r->memory, r->memory_bytes);
     mem_free(r->k);
     mem_free(r->v);
     mem_free(r->rope_by);

@@ -8,11 +8,13 @@
 #include "kernels.h"
 
 typedef struct kv_regions {
-    const backend_config *c;  // borrowed; must outlive the regions
-    size_t row_bytes;         // of one cell in one region
-    uint8_t **k, **v;         // [n_layer], each [cells of its group + 1][row_bytes]
-    size_t region_bytes[KV_MAX_GROUPS];
-    size_t bytes;  // of all regions
+    const backend_config *c;             // borrowed; must outlive the regions
+    size_t row_bytes;                    // of one cell in one region
+    uint8_t **k, **v;                    // [n_layer], each [cells of its group + 1][row_bytes]
+    size_t region_bytes[KV_MAX_GROUPS];  // with what aligns the next
+    uint8_t *memory;                     // all regions
+    size_t memory_bytes;
+    size_t bytes;  // of all rows
     const cpu_kernels *kernels;
     float *turning;         // [n_threads][n_head_kv * head_dim] a row as floats while it is turned
     float *rope_by;         // [ROPE_KINDS][n_rot]: cos, then sin, of what a call turns by
