@@ -111,6 +111,8 @@ MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_
             uint32_t t = from;
             for (; to - t >= TILE; t += TILE)
                 tile_q8(out, y_stride, rows, panel, n_blocks, x, t, TILE, type);
+            for (; to - t >= 8; t += 8)
+                tile_q8(out, y_stride, rows, panel, n_blocks, x, t, 8, type);
             for (; to - t >= 4; t += 4)
                 tile_q8(out, y_stride, rows, panel, n_blocks, x, t, 4, type);
             for (; to - t >= 2; t += 2)
