@@ -11,7 +11,7 @@
 enum {
     HUGE_FROM = 8 << 20,
     HUGE_PAGE = 2 << 20,
-    PAGE_MAX = 64 << 10  // a multiple of every page size
+    PAGE_MAX = 64 << 10  // a multiple of the page sizes of x86-64 and ARM
 };
 
 static _Atomic size_t until_failure = SIZE_MAX;
@@ -74,8 +74,8 @@ static size_t mapped_bytes(size_t bytes) {
 }
 
 // The part of a mapping of bytes + HUGE_PAGE that begins with a huge page; the rest is given back.
-// Advice only: walking a long cache is a tenth faster with 2 MB pages. In small regions they bring
-// nothing, and each has to be zeroed before its first row: 0.1 s until the first token.
+// Advice only. A core reads half as much again from 2 MB pages; what it costs is that each is
+// zeroed whole at its first touch, so that small regions go without.
 static void *cut_huge(uint8_t *p, size_t bytes) {
     const size_t before = -(uintptr_t)p % HUGE_PAGE;
     if (before) munmap(p, before);
@@ -111,7 +111,8 @@ typedef struct arena_block {
 
 enum { ARENA_ALIGN = 64, BLOCK_MIN = HUGE_FROM, BLOCK_MAX = 256 << 20 };
 
-// As large as all before it: few blocks, and at most as much unused as used.
+// As large as all before it, so that there are few. What is left of the one before stays untouched:
+// addresses, no memory.
 static arena_block *add_block(mem_arena *a, size_t needed) {
     size_t bytes = a->bytes < BLOCK_MIN ? BLOCK_MIN : a->bytes > BLOCK_MAX ? BLOCK_MAX : a->bytes;
     if (bytes < needed) bytes = needed;

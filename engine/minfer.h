@@ -68,7 +68,7 @@ const char *mf_isas(void);
 // What bounds every computation, per second and of all threads together.
 typedef struct mf_limits {
     size_t size;
-    double int8_macs;   // multiply-adds of bytes in vector registers, as the kernels make them
+    double int8_macs;   // multiply-adds of bytes in vector registers; tiles may pass this
     double f32_fmas;    // fused multiply-adds of floats, likewise
     double read_bytes;  // from memory, far more than the caches hold
 } mf_limits;

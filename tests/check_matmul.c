@@ -10,8 +10,10 @@
 #include <stdlib.h>
 #include <string.h>
 
-// The long trial: more tokens than a kernel takes at once with rows this long.
-enum { TRIALS = 24, LONG_COLS = 24576, LONG_FLOAT_COLS = 6001, LONG_TOKENS = 70 };
+// More tokens than a kernel takes at once: with long rows, and with short ones. Both leave some
+// that fill no tile.
+enum { TRIALS = 24, LONG_COLS = 24576, LONG_FLOAT_COLS = 6001, LONG_TOKENS = 87 };
+enum { MANY_TOKENS = 512 + 32 + 5 };
 enum { GUARD = 256 };  // words before and after the results
 
 // Where the f16 scales lie in a block of the file; MXFP4's one exponent byte needs no care.
@@ -146,7 +148,8 @@ static void fill_floats(trial *c, bool tiny, uint64_t *rng) {
     c->x.f = f;
 }
 
-// index 0: the long trial; 1: the one of signed zeros, for float weights; others: any shape.
+// index 0: the long trial; 1: the one of signed zeros, for float weights; 2: of many tokens;
+// others: any shape.
 static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
     const dtype_info *const info = dtype_get((uint32_t)type);
     const bool floats = info->block_elems == 1, tiny = index == 1 && floats;
@@ -157,6 +160,8 @@ static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
         n_rows = 20;
         n_blocks = floats ? LONG_FLOAT_COLS : LONG_COLS / info->block_elems - 1;
         c->n_tokens = LONG_TOKENS;
+    } else if (index == 2) {
+        c->n_tokens = MANY_TOKENS;
     }
     if (panels_layout(&c->w, type, n_rows, n_blocks * info->block_elems)) {
         fprintf(stderr, "check_matmul: panels_layout refused %u x %u\n", n_rows,

@@ -2,7 +2,7 @@
 
 A block for each run has a panel for prefill, one for decoding, and one for sequences that decode
 together. A bar is the median, its whisker goes from the lowest to the highest sample, and the mark
-is what the machine's limits allow minfer. Invariant: all bars of a column begin at 0 and have one
+is the machine's limit of what minfer does. Invariant: all bars of a column begin at 0 and have one
 scale, whatever run they are of, so that their lengths can be compared.
 """
 
@@ -38,7 +38,7 @@ def page(report: dict[str, Any]) -> Page:
     name = label(os.path.basename(report["model"]))
     sheet.title(f"{name}: tokens per second", f"medians of {report['repetitions']}")
     y = MARGIN + TITLE
-    sheet.legend(y, [*zip(sides, PALETTE), ("what the machine's limits allow minfer", LIMIT)], 4)
+    sheet.legend(y, [*zip(sides, PALETTE), ("the machine's limit", LIMIT)], 4)
     y += LEGEND_LINE
     for run, block in zip(runs, blocks):
         heading, below = _headings(run)

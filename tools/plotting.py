@@ -58,14 +58,14 @@ class Page:
         self.write(WIDTH - MARGIN, y, facts, color=GREY, ha="right")
 
     def legend(self, y: float, entries: list[tuple[str, str]], n_columns: int) -> None:
-        """Each (label, colour), line by line: LEGEND_LINE high."""
-        for k, (label, colour) in enumerate(entries):
+        """Each (text, colour), line by line: LEGEND_LINE high."""
+        for k, (text, colour) in enumerate(entries):
             line, column = divmod(k, n_columns)
             x, top = MARGIN + column * (WIDTH - 2 * MARGIN) / n_columns, y + line * LEGEND_LINE
             left, bottom, width, height = self._area(x, top, 0.16, 0.12)
             patch = Rectangle((left, bottom), width, height, facecolor=colour, lw=0)
             self.figure.add_artist(patch)
-            self.write(x + 0.22, top + 0.11, label)
+            self.write(x + 0.22, top + 0.11, text)
 
     def axes(self, x: float, y: float, width: float, height: float) -> Axes:
         """A panel without a frame."""

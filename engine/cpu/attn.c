@@ -186,7 +186,7 @@ static void tile_gather(tile_rows *out, const run *r, uint32_t head, const mf_kv
     }
 }
 
-// Asks for all of a unit's first tile at once: the kernels ask ahead from the second on, and where
+// Asks for all of the first tile at once: the kernels ask ahead from the second on, and where
 // few positions are read, all were pushed out of the caches by the weights since the last token.
 static void prefetch_tile(const tile_rows *t, size_t bytes) {
     enum { READ, LEVEL_2 = 2, LINE = 64 };

@@ -1,7 +1,7 @@
-#define _GNU_SOURCE
 // Owns the kernel tables: made once, the scalar definitions first, then each instruction set of
 // this machine on top of the one before. Refuses an instruction set that the processor or the
 // operating system does not support.
+#define _GNU_SOURCE
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,17 +38,20 @@ static bool has_f16c(void) {
     return __get_cpuid(1, &a, &b, &c, &d) && (c & bit_F16C);
 }
 
+#if MF_HAS_AMX
 // Also asks the system for the tile registers, which a process has on demand only.
 static bool has_amx(void) {
 #ifdef SYS_arch_prctl
-    enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25, REQUEST = 0x1023, TILE_DATA = 18 };
+    enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+    const long request = 0x1023, tile_data = 18;
     uint32_t a, b, c, d;
     return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_TILE) && (d & AMX_INT8) &&
-           syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+           syscall(SYS_arch_prctl, request, tile_data) == 0;
 #else
     return false;
 #endif
 }
+#endif
 
 // __builtin_cpu_supports also asks the system whether it keeps the wide registers (XGETBV).
 static void add_native(void) {
@@ -68,9 +71,11 @@ static void add_native(void) {
     ops_init_avx512(k);
     attn_init_avx512(k);
     peak_init_avx512(k);
+#if MF_HAS_AMX
     if (!has_amx()) return;
     k = table_add("amx");
     matmul_init_amx(k);
+#endif
 }
 #elif defined(__aarch64__)
 enum { HWCAP_DOTPROD = 1 << 20 };  // ASIMDDP of the Linux ABI

@@ -130,8 +130,8 @@ typedef void kv_store_fn(void *row, const float *x, uint32_t n);
 typedef void kv_load_fn(float *x, const void *row, uint32_t n);
 
 // Multiply-adds of registers alone, a multiple of `rounds`; returns how many. Nothing is computed:
-// their rate is what this instruction set can reach on one core, in the instructions that its
-// kernels use.
+// their rate is what this instruction set can reach on one core, in the vector instructions that
+// its kernels use.
 typedef uint64_t peak_fn(uint64_t rounds);
 
 typedef struct cpu_kernels {

@@ -3,8 +3,9 @@
 // exact integers as everywhere; AVX-512 scales and adds them, and that takes most of the time.
 //
 // A panel is read a few blocks at a time, which are unpacked once and stay in the first-level cache
-// while all tokens pass; the tokens' sums wait in memory in between. Less than 16 tokens are left
-// to AVX-512, which takes them in less than a tile's time. Equal to matmul_scalar.c bit for bit.
+// while all tokens pass; the tokens' sums wait in memory in between. Tokens that fill no tile are
+// left to AVX-512: a tile filled up, or of fewer rows, was slower. Equal to matmul_scalar.c bit for
+// bit.
 #include <string.h>
 
 #include "matmul_avx512.h"
@@ -14,8 +15,9 @@ enum {
     GROUP = 512   // that pass while a panel is read
 };
 
-// Tile registers. There are dots enough that some are stored while others are made.
-enum { DOTS = 0, N_DOTS = 4, ACTIVATIONS = 4, WORDS = 5, N_TILES = 6 };
+// Tile registers, by the numbers that the instructions below have: dots from 0 on, enough that some
+// are stored while others are made.
+enum { N_DOTS = 4, ACTIVATIONS = 4, WORDS = 5, N_TILES = 6 };
 
 typedef struct tile_config {
     uint8_t palette, start_row, reserved[14];

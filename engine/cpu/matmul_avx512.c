@@ -7,6 +7,8 @@
 
 enum { TILE = 12 };
 
+MATMUL_INLINE int log2_of(const int power) { return __builtin_ctz((unsigned)power); }
+
 // Per token of a tile and block: where integer sums start, and the negated sums as floats. Made for
 // all tokens at once and one block ahead, read back one broadcast at a time: made when needed, the
 // round trip through memory costs an eighth.

@@ -1,5 +1,5 @@
-// Reading a panel into 512-bit registers, and writing its results: what matmul_avx512.c and
-// matmul_amx.c share. A zmm holds the panel's 16 rows.
+// Reading a panel into 512-bit registers, scaling and adding its dots, and writing results: what
+// matmul_avx512.c and matmul_amx.c share. A zmm holds the panel's 16 rows.
 #ifndef MF_CPU_MATMUL_AVX512_H
 #define MF_CPU_MATMUL_AVX512_H
 
@@ -18,8 +18,6 @@ MATMUL_INLINE __m512i shift_words(__m512i v, const int by) {
 MATMUL_INLINE int bias_of(const quant_traits q) {
     return q.codebook == CODEBOOK_IQ4 ? 128 : q.codebook == CODEBOOK_MXFP4 ? 16 : q.bias;
 }
-
-MATMUL_INLINE int log2_of(const int power) { return __builtin_ctz((unsigned)power); }
 
 // Columns 4 w .. 4 w + 3 of 16 rows, biased. low, high: the block's planes.
 MATMUL_INLINE __m512i load_word(const uint8_t *low, const uint8_t *high, const int w,

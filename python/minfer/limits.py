@@ -8,7 +8,7 @@ from minfer._ffi import UINT32_MAX, c_string, check, ffi, integer, lib, options
 class Limits(NamedTuple):
     """Of all threads together, per second."""
 
-    int8_macs: float  # multiply-adds of bytes in registers, in the instructions of the kernels
+    int8_macs: float  # multiply-adds of bytes in vector registers; tiles (AMX) may pass this
     f32_fmas: float  # fused multiply-adds of floats, likewise
     read_bytes: float  # from memory, far more than the caches hold
 
