@@ -58,7 +58,14 @@ static void read_wide_nibbles(uint8_t code[64], const uint8_t *bytes) {
 static void read_fifth_bits(uint8_t code[32], const uint8_t *bytes) {
     uint32_t bits;
     memcpy(&bits, bytes, sizeof bits);
-    for (int i = 0; i < 32; i++) code[i] |= (uint8_t)((bits >> i & 1) << 4);
+    for (int i = 0; i < 32; i += 8) {
+        // Bit k of a byte to byte k, where it becomes the top bit without a carry, then bit 4.
+        uint64_t codes, spread = ((bits >> i & 0xff) * 0x0101010101010101u) & 0x8040201008040201u;
+        spread = ((spread + 0x7f7f7f7f7f7f7f7fu) & 0x8080808080808080u) >> 3;
+        memcpy(&codes, code + i, sizeof codes);
+        codes |= spread;
+        memcpy(code + i, &codes, sizeof codes);
+    }
 }
 
 // 64 bytes of 2-bit codes: in each group of 128 columns, column c lies in byte c % 32, bits 2 * (c

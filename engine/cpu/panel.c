@@ -48,6 +48,10 @@ static inline void pack_words(uint8_t *plane, uint32_t row, const uint8_t code[3
         uint32_t word, packed;
         uint8_t *const at = plane + w % bits * 64 + row * 4;
         memcpy(&word, code + 4 * w, 4);
+        if (bits == 8) {  // all of the plane's
+            memcpy(at, &word, 4);
+            continue;
+        }
         memcpy(&packed, at, 4);
         packed |= (word >> from & mask) << (w / bits * bits);
         memcpy(at, &packed, 4);
