@@ -279,10 +279,13 @@ def test_what_the_worker_refuses(tiny_path, capsys):
     assert out == "" and err.count("\n") == 1 and "n_ctx" in err
 
 
-def test_a_child_that_dies(tmp_path):
+@pytest.mark.parametrize("before", [False, True], ids=["while asked", "before it is asked"])
+def test_a_child_that_dies(tmp_path, before):
     script = tmp_path / "child.py"
     script.write_text("import sys; sys.exit('gone: no reason')")
     child = bench_child.Child([bench_child.sys.executable, str(script)], "; try again")
+    if before:
+        child._process.wait()
     with pytest.raises(minfer.NotFoundError, match=r"status 1 \(gone: no reason\); try again"):
         child.ask("open")
     child.close()

@@ -1,5 +1,6 @@
 """The outside of a process that is measured in: bench_serve.py is its inside."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -46,8 +47,10 @@ class Child:
         """Ends the process."""
         self._process.kill()
         self._process.wait()
-        for stream in (self._process.stdin, self._process.stdout, self._log):
-            stream.close()
+        with contextlib.suppress(BrokenPipeError):  # of a question that it ended before reading
+            self._process.stdin.close()
+        self._process.stdout.close()
+        self._log.close()
 
 
 def ours(path: str) -> Child:
