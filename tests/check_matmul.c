@@ -13,7 +13,7 @@
 // More tokens than a kernel takes at once: with long rows, and with short ones. Both leave some
 // that fill no tile.
 enum { TRIALS = 24, LONG_COLS = 24576, LONG_FLOAT_COLS = 6001, LONG_TOKENS = 87 };
-enum { MANY_TOKENS = 512 + 32 + 5 };
+enum { MANY_TOKENS = 512 + 32 + 5, MANY_ROWS = 16 * 17 + 3 };
 enum { GUARD = 256 };  // words before and after the results
 
 // Where the f16 scales lie in a block of the file; MXFP4's one exponent byte needs no care.
@@ -60,7 +60,7 @@ static void fill_rows(trial *c, const dtype_info *info, uint64_t *rng) {
     const scale_places places = scale_places_of[c->w.type];
     static const uint8_t extremes[] = {0x00, 0xff, 0x80, 0x7f};
     const bool extreme = check_below(rng, 4) == 0;  // one byte for all codes
-    const uint8_t byte = extremes[check_below(rng, 4)];
+    const uint8_t byte = extremes[check_below(rng, 4)], sub = extremes[check_below(rng, 4)];
 
     c->rows = allocate(bytes);
     for (size_t i = 0; i < bytes; i++)
@@ -73,9 +73,10 @@ static void fill_rows(trial *c, const dtype_info *info, uint64_t *rng) {
             if (check_below(rng, 800) == 0) bits = (uint16_t)(check_rand(rng) >> 48);
             memcpy(c->rows + b * info->block_bytes + places.at[i], &bits, 2);
         }
-        if (c->w.type == DTYPE_MXFP4 && check_below(rng, 50)) {
-            c->rows[b * info->block_bytes] = (uint8_t)(120 + check_below(rng, 10));
-        }
+        uint8_t *const block = c->rows + b * info->block_bytes;
+        if (c->w.type == DTYPE_MXFP4 && check_below(rng, 50))
+            block[0] = (uint8_t)(120 + check_below(rng, 10));
+        if (c->w.type == DTYPE_Q6_K && extreme) memset(block + 192, sub, 16);
     }
     if (info->block_elems > 1) return;
     for (size_t i = 0; i < n_blocks; i++) {
@@ -148,8 +149,8 @@ static void fill_floats(trial *c, bool tiny, uint64_t *rng) {
     c->x.f = f;
 }
 
-// index 0: the long trial; 1: the one of signed zeros, for float weights; 2: of many tokens;
-// others: any shape.
+// index 0: the long trial; 1: the one of signed zeros, for float weights; 2: of many tokens; 3: of
+// more panels than a kernel takes at once; others: any shape.
 static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
     const dtype_info *const info = dtype_get((uint32_t)type);
     const bool floats = info->block_elems == 1, tiny = index == 1 && floats;
@@ -162,6 +163,9 @@ static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
         c->n_tokens = LONG_TOKENS;
     } else if (index == 2) {
         c->n_tokens = MANY_TOKENS;
+    } else if (index == 3) {
+        n_rows = MANY_ROWS;
+        n_blocks = 1;
     }
     if (panels_layout(&c->w, type, n_rows, n_blocks * info->block_elems)) {
         fprintf(stderr, "check_matmul: panels_layout refused %u x %u\n", n_rows,
@@ -178,6 +182,8 @@ static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
     c->y_stride = n_rows + check_below(rng, 20);
     c->y_size = c->n_tokens * c->y_stride + 2 * GUARD;
     const size_t y_bytes = c->y_size * sizeof *c->want;
+    c->x.scratch = allocate(MATMUL_SCRATCH_BYTES);
+    memset(c->x.scratch, 0xa5, MATMUL_SCRATCH_BYTES);
     c->want = allocate(y_bytes);
     c->got = allocate(y_bytes);
     memset(c->want, 0xa5, y_bytes);
@@ -192,6 +198,7 @@ static void free_trial(trial *c) {
     free(c->x.q.d);
     free(c->x.q.neg_sum);
     free(c->x.q.neg_half);
+    free(c->x.scratch);
     free(c->want);
     free(c->got);
 }

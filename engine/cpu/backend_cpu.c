@@ -33,8 +33,8 @@ struct backend {
     size_t buffer_bytes;
     attn_seq *attn_seqs;     // [n_batch]
     mf_kv_span *attn_spans;  // [n_batch] of windows that come without spans: at most one per query
-    void *attn_scratch;
-    size_t attn_scratch_bytes;
+    uint8_t *scratch;        // of the step that runs: of attention, or of each thread's products
+    size_t scratch_bytes;
 };
 
 // One step of one pass.
@@ -183,10 +183,11 @@ static void run_rows(pass *s) {
 
 // Panels of all matrices of the node in one row, so that q, k and v make one parallel step.
 static void matmul_task(void *arg, uint32_t task, uint32_t thread) {
-    (void)thread;
     const pass *s = arg;
     const graph_node *n = s->node;
-    matmul_input x = {.f = row_of(s, n->in[0], 0), .f_stride = s->g->values[n->in[0]].width};
+    matmul_input x = {.f = row_of(s, n->in[0], 0),
+                      .f_stride = s->g->values[n->in[0]].width,
+                      .scratch = s->b->scratch + (size_t)thread * MATMUL_SCRATCH_BYTES};
     if (n->in[1] != GRAPH_NONE) x.q = q8_of(s, n->in[1]);
     const uint32_t from = task * s->panels_per_task,
                    to = u32_min(from + s->panels_per_task, s->n_panels);
@@ -284,8 +285,8 @@ static int run_attn(pass *s) {
         .window = window,
         .scale = b->c.attn_scale,
         .softcap = b->c.attn_softcap,
-        .scratch = b->attn_scratch,
-        .scratch_bytes = b->attn_scratch_bytes,
+        .scratch = b->scratch,
+        .scratch_bytes = b->scratch_bytes,
     };
     attn_run(b->k, b->threads, &job);
     return MF_OK;
@@ -329,7 +330,7 @@ static void cpu_backend_free(backend *b) {
     kv_regions_free(&b->kv);
     pool_free(b->threads);
     mem_pages_free(b->buffer, b->buffer_bytes);
-    mem_pages_free(b->attn_scratch, b->attn_scratch_bytes);
+    mem_pages_free(b->scratch, b->scratch_bytes);
     mem_free(b->attn_seqs);
     mem_free(b->attn_spans);
     mem_free(b->layer_group);
@@ -361,7 +362,7 @@ static int copy_config(backend *b, const backend_config *c) {
     return MF_OK;
 }
 
-static int alloc_attn(backend *b, const backend_config *c) {
+static int alloc_scratch(backend *b, const backend_config *c) {
     const attn_limits limits = {.n_ctx = c->n_ctx,
                                 .n_batch = c->n_batch,
                                 .n_head = c->n_head,
@@ -370,11 +371,13 @@ static int alloc_attn(backend *b, const backend_config *c) {
                                 .n_threads = pool_threads(b->threads),
                                 .format = c->kv_format,
                                 .widened = c->kv_widened};
-    b->attn_scratch_bytes = attn_scratch_bytes(&limits);
-    b->attn_scratch = mem_pages(b->attn_scratch_bytes);
+    const size_t products = (size_t)limits.n_threads * MATMUL_SCRATCH_BYTES;
+    b->scratch_bytes = attn_scratch_bytes(&limits);
+    if (b->scratch_bytes < products) b->scratch_bytes = products;
+    b->scratch = mem_pages(b->scratch_bytes);
     b->attn_seqs = mem_alloc(c->n_batch, sizeof *b->attn_seqs);
     b->attn_spans = mem_alloc(c->n_batch, sizeof *b->attn_spans);
-    return b->attn_scratch && b->attn_seqs && b->attn_spans ? MF_OK : MF_NOMEM;
+    return b->scratch && b->attn_seqs && b->attn_spans ? MF_OK : MF_NOMEM;
 }
 
 static int cpu_backend_new(backend **out, const backend_config *c) {
@@ -387,7 +390,7 @@ static int cpu_backend_new(backend **out, const backend_config *c) {
     TRY_GOTO(failed, kv_regions_new(&b->kv, &b->c, b->k, pool_threads(b->threads)));
     b->c.group_cells = NULL;  // this and isa stay the caller's, and have been read
     b->c.isa = NULL;
-    TRY_GOTO(failed, alloc_attn(b, c));
+    TRY_GOTO(failed, alloc_scratch(b, c));
     *out = b;
     return MF_OK;
 failed:
@@ -399,7 +402,7 @@ static void cpu_stats(const backend *b, backend_stats *out) {
     *out = (backend_stats){.isa = b->k->name,
                            .n_threads = pool_threads(b->threads),
                            .kv_bytes = b->kv.bytes,
-                           .compute_bytes = b->buffer_bytes + b->attn_scratch_bytes};
+                           .compute_bytes = b->buffer_bytes + b->scratch_bytes};
 }
 
 static void cpu_copy_cells(backend *b, const mf_kv_move *moves, uint32_t n) {

@@ -42,10 +42,10 @@ static bool has_f16c(void) {
 // Also asks the system for the tile registers, which a process has on demand only.
 static bool has_amx(void) {
 #ifdef SYS_arch_prctl
-    enum { AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+    enum { ALL = 1 << 22 | 1 << 24 | 1 << 25 };  // AMX-BF16, -TILE and -INT8
     const long request = 0x1023, tile_data = 18;
     uint32_t a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & AMX_TILE) && (d & AMX_INT8) &&
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL &&
            syscall(SYS_arch_prctl, request, tile_data) == 0;
 #else
     return false;

@@ -35,8 +35,11 @@ typedef struct act_q8 {
 typedef struct matmul_input {
     const float *f;  // [n_tokens][f_stride]; read by weights in F32, F16, BF16
     size_t f_stride;
-    act_q8 q;  // read by all others; n_cols % 32 == 0
+    act_q8 q;       // read by all others; n_cols % 32 == 0
+    void *scratch;  // MATMUL_SCRATCH_BYTES of the calling thread's, 64-byte aligned
 } matmul_input;
+
+enum { MATMUL_SCRATCH_BYTES = 576 * 1024 };
 
 // y[t * y_stride + r] = W[r] . x[t] for the rows of panels [p0, p1) and tokens [t0, t1). Rows
 // beyond n_rows are not written. Float weights: fma over columns in order. Quantised: per block of

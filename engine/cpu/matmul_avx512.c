@@ -57,10 +57,15 @@ MATMUL_INLINE __m512 add_block(__m512 f, const weight_block *w, const int8_t *a,
     const int i = halves ? 2 * t : t;
     const __m512i dot0 =
         dot_words(biased ? _mm512_set1_epi32(sums->start[i]) : zero, w, 0, halves ? 4 : 8, a);
-    const __m512i dot1 =
-        halves ? dot_words(biased ? _mm512_set1_epi32(sums->start[i + 1]) : zero, w, 4, 4, a)
-               : zero;
-    return fold_block(f, &w->s, dot0, dot1, ad, sums->neg + i, q);
+    __m512 sum = _mm512_cvtepi32_ps(dot0);
+    if (halves) {
+        const __m512i dot1 =
+            dot_words(biased ? _mm512_set1_epi32(sums->start[i + 1]) : zero, w, 4, 4, a);
+        // Integers below 2^24: exact in floats.
+        sum =
+            _mm512_fmadd_ps(w->s.sub[1], _mm512_cvtepi32_ps(dot1), _mm512_mul_ps(w->s.sub[0], sum));
+    }
+    return fold_sum(f, &w->s, sum, ad, sums->neg + i, q);
 }
 
 // Blocks of one tile lie n_tokens * 32 bytes apart, a stride no hardware prefetcher follows. first

@@ -94,21 +94,15 @@ MATMUL_INLINE void load_block(weight_block *out, const uint8_t *chunk, uint32_t 
     }
 }
 
-// f plus one block's contribution to one token. dot0, dot1: its dots over the block's halves, or
-// dot0 alone over the block; ad: the token's scale; neg: its negated sums, where the type has
-// minima.
-MATMUL_INLINE __m512 fold_block(__m512 f, const weight_scales *s, __m512i dot0, __m512i dot1,
-                                float ad, const float *neg, const quant_traits q) {
-    const bool halves = q.sub_width == 16;
+// f plus one block's contribution to one token. sum: its dot, or sub0 * dot0 + sub1 * dot1 where
+// sub-scales are 16 wide; ad: the token's scale; neg: its negated sums, where the type has minima.
+MATMUL_INLINE __m512 fold_sum(__m512 f, const weight_scales *s, __m512 sum, float ad,
+                              const float *neg, const quant_traits q) {
     const __m512 act = _mm512_set1_ps(ad);
-    __m512 sum = _mm512_cvtepi32_ps(dot0), min_sum;
-    // Integers below 2^24: exact in floats.
-    if (halves)
-        sum = _mm512_fmadd_ps(s->sub[1], _mm512_cvtepi32_ps(dot1), _mm512_mul_ps(s->sub[0], sum));
     f = _mm512_fmadd_ps(sum, _mm512_mul_ps(s->scale, act), f);
     if (q.has_min) {
-        min_sum = _mm512_set1_ps(neg[0]);
-        if (halves)
+        __m512 min_sum = _mm512_set1_ps(neg[0]);
+        if (q.sub_width == 16)
             min_sum = _mm512_fmadd_ps(s->sub_min[1], _mm512_set1_ps(neg[1]),
                                       _mm512_mul_ps(s->sub_min[0], min_sum));
         f = _mm512_fmadd_ps(min_sum, _mm512_mul_ps(s->min, act), f);
