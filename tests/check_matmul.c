@@ -149,7 +149,7 @@ static void fill_floats(trial *c, bool tiny, uint64_t *rng) {
     c->x.f = f;
 }
 
-// index 0: the long trial; 1: the one of signed zeros, for float weights; 2: of many tokens; 3: of
+// index 0: the long trial; 1: the one of signed zeros, for float weights; 2: of many tokens; 4: of
 // more panels than a kernel takes at once; others: any shape.
 static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
     const dtype_info *const info = dtype_get((uint32_t)type);
@@ -163,9 +163,10 @@ static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
         c->n_tokens = LONG_TOKENS;
     } else if (index == 2) {
         c->n_tokens = MANY_TOKENS;
-    } else if (index == 3) {
+    } else if (index == 4) {
         n_rows = MANY_ROWS;
         n_blocks = 1;
+        c->n_tokens = 35;
     }
     if (panels_layout(&c->w, type, n_rows, n_blocks * info->block_elems)) {
         fprintf(stderr, "check_matmul: panels_layout refused %u x %u\n", n_rows,
