@@ -209,6 +209,9 @@ static void run_matmul(pass *s) {
     const uint32_t threads = pool_threads(s->b->threads);
     const uint32_t tasks = threads == 1 ? 1 : threads * TASKS_PER_THREAD;
     s->panels_per_task = (s->n_panels + tasks - 1) / tasks;
+    if (s->panels_per_task >= MATMUL_PANELS / 2)
+        s->panels_per_task =
+            (s->panels_per_task + MATMUL_PANELS - 1) / MATMUL_PANELS * MATMUL_PANELS;
     pool_run(s->b->threads, matmul_task, s,
              (s->n_panels + s->panels_per_task - 1) / s->panels_per_task);
 }

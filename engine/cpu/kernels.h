@@ -39,7 +39,10 @@ typedef struct matmul_input {
     void *scratch;  // MATMUL_SCRATCH_BYTES of the calling thread's, 64-byte aligned
 } matmul_input;
 
-enum { MATMUL_SCRATCH_BYTES = 576 * 1024 };
+enum {
+    MATMUL_PANELS = 4,  // that a kernel likes to get together: it reads them side by side
+    MATMUL_SCRATCH_BYTES = 576 * 1024
+};
 
 // y[t * y_stride + r] = W[r] . x[t] for the rows of panels [p0, p1) and tokens [t0, t1). Rows
 // beyond n_rows are not written. Float weights: fma over columns in order. Quantised: per block of

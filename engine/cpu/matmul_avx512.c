@@ -5,7 +5,10 @@
 
 #include "matmul_avx512.h"
 
-enum { TILE = 12 };
+enum {
+    TILE = 12,  // tokens
+    SUMS = 16   // registers of a tile's sums
+};
 
 MATMUL_INLINE int log2_of(const int power) { return __builtin_ctz((unsigned)power); }
 
@@ -77,56 +80,82 @@ MATMUL_INLINE void prefetch_activations(const act_q8 *x, size_t first, const int
         __builtin_prefetch((const void *)(from + (uintptr_t)i * ACT_BLOCK));
 }
 
-// Tokens [t, t + n) of one panel. y: row 0 of the panel, token 0.
-MATMUL_INLINE void tile_q8(float *y, size_t y_stride, __mmask16 rows, const uint8_t *panel,
-                           uint32_t n_blocks, const act_q8 *x, uint32_t t, const int n,
+// Tokens [t, t + n) of panels [p, p + n_panels).
+MATMUL_INLINE void tile_q8(float *y, size_t y_stride, const panels *w, uint32_t p,
+                           const int n_panels, const act_q8 *x, uint32_t t, const int n,
                            const dtype type) {
     const quant_traits q = quant_traits_of[type];
     const panel_chunk at = panel_chunk_of(type);
-    __m512 f[TILE];
+    const uint32_t n_blocks = w->n_cols / PANEL_BLOCK;
+    __m512 f[SUMS];
     MATMUL_UNROLL
-    for (int i = 0; i < n; i++) f[i] = _mm512_setzero_ps();
+    for (int i = 0; i < n_panels * n; i++) f[i] = _mm512_setzero_ps();
     tile_sums sums[2];
     load_sums(&sums[0], x, t, n, q);
     for (uint32_t b = 0; b < n_blocks; b++) {
         const size_t first = (size_t)b * x->n_tokens + t;
-        weight_block w;
-        const uint8_t *const chunk = panel + (size_t)(b / at.blocks) * at.bytes;
-        if (n < TILE) matmul_prefetch_block(chunk, b % at.blocks, at);
-        load_block(&w, chunk, b % at.blocks, type);
         if (b + 1 < n_blocks) load_sums(&sums[(b + 1) % 2], x, first + x->n_tokens, n, q);
         prefetch_activations(x, first + 2 * (size_t)x->n_tokens, n);
         MATMUL_UNROLL
-        for (int i = 0; i < n; i++) {
-            const int8_t *const a = x->q + (first + (size_t)i) * ACT_BLOCK;
-            f[i] = add_block(f[i], &w, a, x->d[first + (size_t)i], &sums[b % 2], i, q);
+        for (int k = 0; k < n_panels; k++) {
+            weight_block block;
+            const size_t at_chunk = (size_t)(b / at.blocks) * at.bytes;
+            const uint8_t *const chunk = w->data + (p + (uint32_t)k) * w->panel_bytes + at_chunk;
+            // Behind the end comes a panel that is being read; the one to be read next is farther.
+            const bool ends = at_chunk + at.bytes + MATMUL_AHEAD > w->panel_bytes;
+            const size_t skip = ends ? (size_t)(n_panels - 1) * w->panel_bytes : 0;
+            if (n < TILE) matmul_prefetch_block(chunk + skip, b % at.blocks, at);
+            load_block(&block, chunk, b % at.blocks, type);
+            MATMUL_UNROLL
+            for (int i = 0; i < n; i++) {
+                const int8_t *const a = x->q + (first + (size_t)i) * ACT_BLOCK;
+                f[k * n + i] =
+                    add_block(f[k * n + i], &block, a, x->d[first + (size_t)i], &sums[b % 2], i, q);
+            }
         }
     }
     MATMUL_UNROLL
-    for (int i = 0; i < n; i++) store_rows(y + (t + (size_t)i) * y_stride, rows, f[i]);
+    for (int k = 0; k < n_panels; k++) {
+        float *const out = y + (p + (size_t)k) * PANEL_ROWS + t * y_stride;
+        MATMUL_UNROLL
+        for (int i = 0; i < n; i++)
+            store_rows(out + (size_t)i * y_stride, rows_of(w, p + (uint32_t)k), f[k * n + i]);
+    }
+}
+
+// Tokens [t, t + n) of panels [p0, p1), `together` at a time.
+MATMUL_INLINE void few_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                          const int together, const act_q8 *x, uint32_t t, const int n,
+                          const dtype type) {
+    uint32_t p = p0;
+    for (; p1 - p >= (uint32_t)together; p += (uint32_t)together)
+        tile_q8(y, y_stride, w, p, together, x, t, n, type);
+    if (together > 1)
+        for (; p < p1; p++) tile_q8(y, y_stride, w, p, 1, x, t, n, type);
+}
+
+// Tokens [t0, t1) of panels [p0, p1), at most MATMUL_PANELS.
+MATMUL_INLINE void panels_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                             const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
+    const uint32_t few = (t1 - t0) % TILE;
+    uint32_t t = t1 - few;
+    for (uint32_t p = p0; p < p1; p++)
+        for (uint32_t i = t0; i < t; i += TILE) tile_q8(y, y_stride, w, p, 1, x, i, TILE, type);
+    // Eight tokens' sums of two panels, and two scales each, are too many for the registers.
+    const int two = quant_traits_of[type].has_min ? 1 : 2;
+    if (few & 8) few_q8(y, y_stride, w, p0, p1, two, x, t, 8, type), t += 8;
+    if (few & 4) few_q8(y, y_stride, w, p0, p1, MATMUL_PANELS, x, t, 4, type), t += 4;
+    if (few & 2) few_q8(y, y_stride, w, p0, p1, MATMUL_PANELS, x, t, 2, type), t += 2;
+    if (few & 1) few_q8(y, y_stride, w, p0, p1, MATMUL_PANELS, x, t, 1, type);
 }
 
 MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
                              const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
-    const uint32_t n_blocks = w->n_cols / PANEL_BLOCK, step = matmul_token_step(w->n_cols, TILE);
-    for (uint32_t from = t0; from < t1; from += step) {
-        const uint32_t to = t1 - from < step ? t1 : from + step;
-        for (uint32_t p = p0; p < p1; p++) {
-            const uint8_t *const panel = w->data + p * w->panel_bytes;
-            const __mmask16 rows = rows_of(w, p);
-            float *const out = y + (size_t)p * PANEL_ROWS;
-            uint32_t t = from;
-            for (; to - t >= TILE; t += TILE)
-                tile_q8(out, y_stride, rows, panel, n_blocks, x, t, TILE, type);
-            for (; to - t >= 8; t += 8)
-                tile_q8(out, y_stride, rows, panel, n_blocks, x, t, 8, type);
-            for (; to - t >= 4; t += 4)
-                tile_q8(out, y_stride, rows, panel, n_blocks, x, t, 4, type);
-            for (; to - t >= 2; t += 2)
-                tile_q8(out, y_stride, rows, panel, n_blocks, x, t, 2, type);
-            if (t < to) tile_q8(out, y_stride, rows, panel, n_blocks, x, t, 1, type);
-        }
-    }
+    const uint32_t step = matmul_token_step(w->n_cols, TILE);
+    for (uint32_t t = t0; t < t1; t += step)
+        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS)
+            panels_q8(y, y_stride, w, p, u32_min(p + MATMUL_PANELS, p1), x, t,
+                      u32_min(t + step, t1), type);
 }
 
 // Column k of 16 rows of a float type.

@@ -64,9 +64,10 @@
 // at a time than the first. Measured in turns on one core, out of the caches, codes of 4 to 6 bits
 // gain a quarter and Q8_0 nothing. They may lie behind the last panel, so the address is a number.
 // With few tokens memory is the limit, and hardware prefetching alone reaches half of it.
+enum { MATMUL_AHEAD = 4096 };
 MATMUL_INLINE void matmul_prefetch(const uint8_t *weights) {
     enum { READ, LEVEL_2 = 2 };
-    __builtin_prefetch((const void *)((uintptr_t)weights + 4096), READ, LEVEL_2);
+    __builtin_prefetch((const void *)((uintptr_t)weights + MATMUL_AHEAD), READ, LEVEL_2);
 }
 
 // The same for all of block b of a chunk.
