@@ -88,13 +88,13 @@ MATMUL_INLINE void store_panel(float *y, size_t y_stride, const panels *w, uint3
         store_rows(out + i * y_stride, rows_of(w, p), _mm512_load_ps(sums[i]));
 }
 
-// Block b of a panel; what comes later is asked for.
-MATMUL_INLINE void next_block(weight_block *out, const uint8_t *panel, uint32_t b,
+// Block b of panel p; what comes later is asked for.
+MATMUL_INLINE void next_block(weight_block *out, const panels *w, uint32_t p, uint32_t b,
                               const dtype type) {
     const panel_chunk at = panel_chunk_of(type);
-    const uint8_t *const chunk = panel + (size_t)(b / at.blocks) * at.bytes;
-    matmul_prefetch_block(chunk, b % at.blocks, at);
-    load_block(out, chunk, b % at.blocks, type);
+    const uint8_t *const panel = w->data + p * w->panel_bytes;
+    matmul_prefetch_block(w, p, 1, b, at);
+    load_block(out, panel + (size_t)(b / at.blocks) * at.bytes, b % at.blocks, type);
 }
 
 typedef uint16_t bf16_codes[PASS][ACT_BLOCK];
@@ -121,16 +121,16 @@ typedef struct int8_blocks {
     weight_scales scales[N_DOTS];
 } int8_blocks;
 
-MATMUL_INLINE void unpack_int8(int8_blocks *out, const uint8_t *panel, uint32_t b, const int n,
-                               const dtype type) {
+MATMUL_INLINE void unpack_int8(int8_blocks *out, const panels *w, uint32_t p, uint32_t b,
+                               const int n, const dtype type) {
     const __m512i bias = _mm512_set1_epi8((char)bias_of(quant_traits_of[type]));
     for (int i = 0; i < n; i++) {
-        weight_block w;
-        next_block(&w, panel, b + (uint32_t)i, type);
+        weight_block block;
+        next_block(&block, w, p, b + (uint32_t)i, type);
         MATMUL_UNROLL
         for (int j = 0; j < 8; j++)
-            _mm512_store_si512(out->words[i][j], _mm512_sub_epi8(w.word[j], bias));
-        out->scales[i] = w.s;
+            _mm512_store_si512(out->words[i][j], _mm512_sub_epi8(block.word[j], bias));
+        out->scales[i] = block.s;
     }
 }
 
@@ -193,13 +193,13 @@ MATMUL_INLINE void add_int8(float (*sums)[PANEL_ROWS], const int8_blocks *w, uin
     add_tile_int8(sums + i, w, n, x, first + i, false, q);
 }
 
-// Blocks [b, b + n) of a panel.
-MATMUL_INLINE void blocks_int8(float (*sums)[PANEL_ROWS], const uint8_t *panel, uint32_t b,
+// Blocks [b, b + n) of panel p.
+MATMUL_INLINE void blocks_int8(float (*sums)[PANEL_ROWS], const panels *w, uint32_t p, uint32_t b,
                                const int n, const act_q8 *x, uint32_t t, uint32_t n_tiles,
                                const dtype type) {
-    int8_blocks w;
-    unpack_int8(&w, panel, b, n, type);
-    add_int8(sums, &w, b, n, x, t, n_tiles, quant_traits_of[type]);
+    int8_blocks blocks;
+    unpack_int8(&blocks, w, p, b, n, type);
+    add_int8(sums, &blocks, b, n, x, t, n_tiles, quant_traits_of[type]);
 }
 
 // Panels [p0, p1), at most SHARE, for n_tiles times 16 tokens from t on.
@@ -208,11 +208,10 @@ MATMUL_INLINE void share_int8(scratch *s, const panels *w, uint32_t p0, uint32_t
     const uint32_t n_blocks = w->n_cols / PANEL_BLOCK, whole = n_blocks / N_DOTS * N_DOTS;
     for (uint32_t b = 0; b < n_blocks; b += b < whole ? N_DOTS : 1)
         for (uint32_t p = p0; p < p1; p++) {
-            const uint8_t *const panel = w->data + p * w->panel_bytes;
             if (b < whole)
-                blocks_int8(s->sums[p - p0], panel, b, N_DOTS, x, t, n_tiles, type);
+                blocks_int8(s->sums[p - p0], w, p, b, N_DOTS, x, t, n_tiles, type);
             else
-                blocks_int8(s->sums[p - p0], panel, b, 1, x, t, n_tiles, type);
+                blocks_int8(s->sums[p - p0], w, p, b, 1, x, t, n_tiles, type);
         }
 }
 
@@ -283,14 +282,14 @@ MATMUL_INLINE void split_word(bf16_words *out, const weight_block *w, const int 
     }
 }
 
-MATMUL_INLINE void unpack_bf16(bf16_blocks *out, const uint8_t *panel, uint32_t b,
+MATMUL_INLINE void unpack_bf16(bf16_blocks *out, const panels *w, uint32_t p, uint32_t b,
                                const dtype type) {
     for (int i = 0; i < PAIR; i++) {
-        weight_block w;
-        next_block(&w, panel, b + (uint32_t)i, type);
+        weight_block block;
+        next_block(&block, w, p, b + (uint32_t)i, type);
         MATMUL_UNROLL
-        for (int k = 0; k < 8; k++) split_word(out->words[i], &w, k, type);
-        out->scales[i] = w.s;
+        for (int k = 0; k < 8; k++) split_word(out->words[i], &block, k, type);
+        out->scales[i] = block.s;
     }
 }
 
@@ -363,7 +362,7 @@ MATMUL_INLINE void share_bf16(scratch *s, const panels *w, uint32_t p0, uint32_t
                           n_tiles * TOKENS);
         for (uint32_t p = p0; p < p1; p++) {
             bf16_blocks blocks;
-            unpack_bf16(&blocks, w->data + p * w->panel_bytes, b, type);
+            unpack_bf16(&blocks, w, p, b, type);
             add_bf16(s->sums[p - p0], &blocks, b, s->codes, x, t, n_tiles, type);
         }
     }

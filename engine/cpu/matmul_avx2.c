@@ -193,28 +193,34 @@ MATMUL_INLINE void store_rows(float *y, uint32_t n_rows, __m256 f0, __m256 f1) {
     }
 }
 
-// Tokens [t0, t1), at most GROUP, of one panel. y: row 0 of the panel, token 0.
-MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t p, const act_q8 *x,
-                            uint32_t t0, uint32_t t1, const dtype type) {
+// Tokens [t0, t1), at most GROUP, of panels [p0, p1), at most MATMUL_PANELS.
+MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                            const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
     const quant_traits q = quant_traits_of[type];
     const panel_chunk at = panel_chunk_of(type);
-    const uint8_t *const panel = w->data + p * w->panel_bytes;
-    const uint32_t n_rows = u32_min(w->n_rows - p * PANEL_ROWS, PANEL_ROWS);
-    _Alignas(32) float f[GROUP][PANEL_ROWS] = {{0}};
+    _Alignas(32) float f[MATMUL_PANELS][GROUP][PANEL_ROWS] = {{{0}}};
     weight_block block;
     for (uint32_t b = 0; b < w->n_cols / PANEL_BLOCK; b++) {
-        const uint8_t *const chunk = panel + (size_t)(b / at.blocks) * at.bytes;
-        if (t1 - t0 < GROUP) matmul_prefetch_block(chunk, b % at.blocks, at);
         const size_t block_start = (size_t)b * x->n_tokens;
-        uint32_t t = t0;
-        load_half(&block, chunk, b % at.blocks, 0, type);
-        load_half(&block, chunk, b % at.blocks, HALF, type);
-        for (; t1 - t >= 2; t += 2) add_block(f[t - t0], &block, x, block_start, t, 2, q);
-        if (t < t1) add_block(f[t - t0], &block, x, block_start, t, 1, q);
+        for (uint32_t p = p0; p < p1; p++) {
+            const uint8_t *const chunk =
+                w->data + p * w->panel_bytes + (size_t)(b / at.blocks) * at.bytes;
+            float(*const sums)[PANEL_ROWS] = f[p - p0];
+            uint32_t t = t0;
+            if (t1 - t0 < GROUP) matmul_prefetch_block(w, p, p1 - p0, b, at);
+            load_half(&block, chunk, b % at.blocks, 0, type);
+            load_half(&block, chunk, b % at.blocks, HALF, type);
+            for (; t1 - t >= 2; t += 2) add_block(sums[t - t0], &block, x, block_start, t, 2, q);
+            if (t < t1) add_block(sums[t - t0], &block, x, block_start, t, 1, q);
+        }
     }
-    for (uint32_t t = t0; t < t1; t++) {
-        store_rows(y + t * y_stride, n_rows, _mm256_load_ps(f[t - t0]),
-                   _mm256_load_ps(f[t - t0] + HALF));
+    for (uint32_t p = p0; p < p1; p++) {
+        const uint32_t n_rows = u32_min(w->n_rows - p * PANEL_ROWS, PANEL_ROWS);
+        for (uint32_t t = t0; t < t1; t++) {
+            const float *const sums = f[p - p0][t - t0];
+            store_rows(y + t * y_stride + (size_t)p * PANEL_ROWS, n_rows, _mm256_load_ps(sums),
+                       _mm256_load_ps(sums + HALF));
+        }
     }
 }
 
@@ -222,12 +228,11 @@ MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_
                              const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
     const uint32_t step = matmul_token_step(w->n_cols, GROUP);
     for (uint32_t from = t0; from < t1; from += step) {
-        const uint32_t to = t1 - from < step ? t1 : from + step;
-        for (uint32_t p = p0; p < p1; p++) {
-            float *const out = y + (size_t)p * PANEL_ROWS;
+        const uint32_t to = u32_min(from + step, t1);
+        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS)
             for (uint32_t t = from; t < to; t += GROUP)
-                group_q8(out, y_stride, w, p, x, t, u32_min(t + GROUP, to), type);
-        }
+                group_q8(y, y_stride, w, p, u32_min(p + MATMUL_PANELS, p1), x, t,
+                         u32_min(t + GROUP, to), type);
     }
 }
 

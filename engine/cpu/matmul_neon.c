@@ -183,36 +183,39 @@ MATMUL_INLINE void store_rows(float *y, uint32_t n_rows, const float f[PANEL_ROW
     __builtin_memcpy(y, out, n_rows * sizeof *y);
 }
 
-// Tokens [t0, t1), at most GROUP, of one panel. y: row 0 of the panel, token 0.
-MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t p, const act_q8 *x,
-                            uint32_t t0, uint32_t t1, const dtype type) {
+// Tokens [t0, t1), at most GROUP, of panels [p0, p1), at most MATMUL_PANELS.
+MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
+                            const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
     const quant_traits q = quant_traits_of[type];
     const panel_chunk at = panel_chunk_of(type);
-    const uint8_t *const panel = w->data + p * w->panel_bytes;
-    const uint32_t n_rows = u32_min(w->n_rows - p * PANEL_ROWS, PANEL_ROWS);
-    float f[GROUP][PANEL_ROWS] = {{0}};
+    float f[MATMUL_PANELS][GROUP][PANEL_ROWS] = {{{0}}};
     weight_block block;
-    for (uint32_t b = 0; b < w->n_cols / PANEL_BLOCK; b++) {
-        const uint8_t *const chunk = panel + (size_t)(b / at.blocks) * at.bytes;
-        if (t1 - t0 < GROUP) matmul_prefetch_block(chunk, b % at.blocks, at);
-        for (uint32_t row = 0; row < PANEL_ROWS; row += QUAD)
-            load_quad(&block, chunk, b % at.blocks, row, type);
+    for (uint32_t b = 0; b < w->n_cols / PANEL_BLOCK; b++)
+        for (uint32_t p = p0; p < p1; p++) {
+            const uint8_t *const chunk =
+                w->data + p * w->panel_bytes + (size_t)(b / at.blocks) * at.bytes;
+            if (t1 - t0 < GROUP) matmul_prefetch_block(w, p, p1 - p0, b, at);
+            for (uint32_t row = 0; row < PANEL_ROWS; row += QUAD)
+                load_quad(&block, chunk, b % at.blocks, row, type);
+            for (uint32_t t = t0; t < t1; t++)
+                add_block(f[p - p0][t - t0], &block, x, (size_t)b * x->n_tokens + t, q);
+        }
+    for (uint32_t p = p0; p < p1; p++) {
+        const uint32_t n_rows = u32_min(w->n_rows - p * PANEL_ROWS, PANEL_ROWS);
         for (uint32_t t = t0; t < t1; t++)
-            add_block(f[t - t0], &block, x, (size_t)b * x->n_tokens + t, q);
+            store_rows(y + t * y_stride + (size_t)p * PANEL_ROWS, n_rows, f[p - p0][t - t0]);
     }
-    for (uint32_t t = t0; t < t1; t++) store_rows(y + t * y_stride, n_rows, f[t - t0]);
 }
 
 MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
                              const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
     const uint32_t step = matmul_token_step(w->n_cols, GROUP);
     for (uint32_t from = t0; from < t1; from += step) {
-        const uint32_t to = t1 - from < step ? t1 : from + step;
-        for (uint32_t p = p0; p < p1; p++) {
-            float *const out = y + (size_t)p * PANEL_ROWS;
+        const uint32_t to = u32_min(from + step, t1);
+        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS)
             for (uint32_t t = from; t < to; t += GROUP)
-                group_q8(out, y_stride, w, p, x, t, u32_min(t + GROUP, to), type);
-        }
+                group_q8(y, y_stride, w, p, u32_min(p + MATMUL_PANELS, p1), x, t,
+                         u32_min(t + GROUP, to), type);
     }
 }
 

@@ -70,11 +70,17 @@ MATMUL_INLINE void matmul_prefetch(const uint8_t *weights) {
     __builtin_prefetch((const void *)((uintptr_t)weights + MATMUL_AHEAD), READ, LEVEL_2);
 }
 
-// The same for all of block b of a chunk.
-MATMUL_INLINE void matmul_prefetch_block(const uint8_t *chunk, uint32_t b, const panel_chunk at) {
+// The same for block b of panel p, one of n_panels that are read side by side: behind its end comes
+// one that is being read, and n_panels - 1 farther the one that will be.
+MATMUL_INLINE void matmul_prefetch_block(const panels *w, uint32_t p, const uint32_t n_panels,
+                                         uint32_t b, const panel_chunk at) {
+    const size_t chunk = (size_t)(b / at.blocks) * at.bytes;
     const uint32_t bytes = at.bytes / at.blocks;
+    const bool ends = chunk + at.bytes + MATMUL_AHEAD > w->panel_bytes;
+    const uint8_t *const block =
+        w->data + (p + (ends ? n_panels - 1 : 0)) * w->panel_bytes + chunk + b % at.blocks * bytes;
     MATMUL_UNROLL
-    for (uint32_t i = 0; i < bytes; i += 64) matmul_prefetch(chunk + b * bytes + i);
+    for (uint32_t i = 0; i < bytes; i += 64) matmul_prefetch(block + i);
 }
 
 // Activation bytes of the tokens that visit all panels before the next ones do: they stay in the
