@@ -40,7 +40,7 @@ typedef struct trial {
 } trial;
 
 static void *allocate(size_t bytes) {
-    void *const p = aligned_alloc(64, (bytes + 63) / 64 * 64);
+    void *const p = aligned_alloc(64, bytes / 64 * 64 + 64);
     if (!p) {
         fprintf(stderr, "check_matmul: no memory for %zu bytes\n", bytes);
         exit(1);
@@ -151,7 +151,7 @@ static void fill_floats(trial *c, bool tiny, uint64_t *rng) {
 
 // index 0: the long trial; 1: the one of signed zeros, for float weights; 2: of many tokens; 4: of
 // more panels than a kernel takes at once; others: any shape.
-static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
+static void make_trial(trial *c, dtype type, uint32_t index, size_t scratch_bytes, uint64_t *rng) {
     const dtype_info *const info = dtype_get((uint32_t)type);
     const bool floats = info->block_elems == 1, tiny = index == 1 && floats;
     const uint32_t most = tiny ? 3 : floats ? 100 : info->block_elems == 32 ? 12 : 4;
@@ -165,7 +165,7 @@ static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
         c->n_tokens = MANY_TOKENS;
     } else if (index == 4) {
         n_rows = MANY_ROWS;
-        n_blocks = 1;
+        n_blocks = info->block_elems == 32 ? 5 : 1;
         c->n_tokens = 35;
     }
     if (panels_layout(&c->w, type, n_rows, n_blocks * info->block_elems)) {
@@ -183,8 +183,8 @@ static void make_trial(trial *c, dtype type, uint32_t index, uint64_t *rng) {
     c->y_stride = n_rows + check_below(rng, 20);
     c->y_size = c->n_tokens * c->y_stride + 2 * GUARD;
     const size_t y_bytes = c->y_size * sizeof *c->want;
-    c->x.scratch = allocate(MATMUL_SCRATCH_BYTES);
-    memset(c->x.scratch, 0xa5, MATMUL_SCRATCH_BYTES);
+    c->x.scratch = allocate(scratch_bytes);
+    memset(c->x.scratch, 0xa5, scratch_bytes);
     c->want = allocate(y_bytes);
     c->got = allocate(y_bytes);
     memset(c->want, 0xa5, y_bytes);
@@ -258,7 +258,7 @@ int check_matmul(const cpu_kernels *candidate, const cpu_kernels *scalar, uint64
             uint64_t rng = seed + type * 1000 + i + 1;
             for (int warm = 0; warm < 8; warm++) check_rand(&rng);
             trial c;
-            make_trial(&c, (dtype)type, i, &rng);
+            make_trial(&c, (dtype)type, i, candidate->matmul_scratch, &rng);
             failures += check_trial(candidate, scalar, &c, i % 2 == 0, &rng);
             free_trial(&c);
         }

@@ -34,7 +34,7 @@ struct backend {
     attn_seq *attn_seqs;     // [n_batch]
     mf_kv_span *attn_spans;  // [n_batch] of windows that come without spans: at most one per query
     uint8_t *scratch;        // of the step that runs: of attention, or of each thread's products
-    size_t scratch_bytes;
+    size_t scratch_bytes, attn_scratch_bytes;
 };
 
 // One step of one pass.
@@ -187,7 +187,7 @@ static void matmul_task(void *arg, uint32_t task, uint32_t thread) {
     const graph_node *n = s->node;
     matmul_input x = {.f = row_of(s, n->in[0], 0),
                       .f_stride = s->g->values[n->in[0]].width,
-                      .scratch = s->b->scratch + (size_t)thread * MATMUL_SCRATCH_BYTES};
+                      .scratch = s->b->scratch + thread * s->b->k->matmul_scratch};
     if (n->in[1] != GRAPH_NONE) x.q = q8_of(s, n->in[1]);
     const uint32_t from = task * s->panels_per_task,
                    to = u32_min(from + s->panels_per_task, s->n_panels);
@@ -209,7 +209,8 @@ static void run_matmul(pass *s) {
     const uint32_t threads = pool_threads(s->b->threads);
     const uint32_t tasks = threads == 1 ? 1 : threads * TASKS_PER_THREAD;
     s->panels_per_task = (s->n_panels + tasks - 1) / tasks;
-    if (s->panels_per_task >= MATMUL_PANELS / 2)
+    // Whole groups, unless too few tasks are left for threads to end together.
+    if (s->n_panels / MATMUL_PANELS >= 4 * threads)
         s->panels_per_task =
             (s->panels_per_task + MATMUL_PANELS - 1) / MATMUL_PANELS * MATMUL_PANELS;
     pool_run(s->b->threads, matmul_task, s,
@@ -289,7 +290,7 @@ static int run_attn(pass *s) {
         .scale = b->c.attn_scale,
         .softcap = b->c.attn_softcap,
         .scratch = b->scratch,
-        .scratch_bytes = b->scratch_bytes,
+        .scratch_bytes = b->attn_scratch_bytes,
     };
     attn_run(b->k, b->threads, &job);
     return MF_OK;
@@ -374,9 +375,9 @@ static int alloc_scratch(backend *b, const backend_config *c) {
                                 .n_threads = pool_threads(b->threads),
                                 .format = c->kv_format,
                                 .widened = c->kv_widened};
-    const size_t products = (size_t)limits.n_threads * MATMUL_SCRATCH_BYTES;
-    b->scratch_bytes = attn_scratch_bytes(&limits);
-    if (b->scratch_bytes < products) b->scratch_bytes = products;
+    const size_t products = limits.n_threads * b->k->matmul_scratch;
+    b->attn_scratch_bytes = attn_scratch_bytes(&limits);
+    b->scratch_bytes = products > b->attn_scratch_bytes ? products : b->attn_scratch_bytes;
     b->scratch = mem_pages(b->scratch_bytes);
     b->attn_seqs = mem_alloc(c->n_batch, sizeof *b->attn_seqs);
     b->attn_spans = mem_alloc(c->n_batch, sizeof *b->attn_spans);

@@ -42,10 +42,11 @@ static bool has_f16c(void) {
 // Also asks the system for the tile registers, which a process has on demand only.
 static bool has_amx(void) {
 #ifdef SYS_arch_prctl
-    enum { ALL = 1 << 22 | 1 << 24 | 1 << 25 };  // AMX-BF16, -TILE and -INT8
+    enum { AMX_BF16 = 1 << 22, AMX_TILE = 1 << 24, AMX_INT8 = 1 << 25 };
+    const uint32_t all = AMX_BF16 | AMX_TILE | AMX_INT8;
     const long request = 0x1023, tile_data = 18;
     uint32_t a, b, c, d;
-    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & ALL) == ALL &&
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d & all) == all &&
            syscall(SYS_arch_prctl, request, tile_data) == 0;
 #else
     return false;

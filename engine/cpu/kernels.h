@@ -36,13 +36,10 @@ typedef struct matmul_input {
     const float *f;  // [n_tokens][f_stride]; read by weights in F32, F16, BF16
     size_t f_stride;
     act_q8 q;       // read by all others; n_cols % 32 == 0
-    void *scratch;  // MATMUL_SCRATCH_BYTES of the calling thread's, 64-byte aligned
+    void *scratch;  // matmul_scratch bytes of the calling thread's, 64-byte aligned; written over
 } matmul_input;
 
-enum {
-    MATMUL_PANELS = 4,  // that a kernel likes to get together: it reads them side by side
-    MATMUL_SCRATCH_BYTES = 576 * 1024
-};
+enum { MATMUL_PANELS = 4 };  // that kernels read side by side when tokens are few
 
 // y[t * y_stride + r] = W[r] . x[t] for the rows of panels [p0, p1) and tokens [t0, t1). Rows
 // beyond n_rows are not written. Float weights: fma over columns in order. Quantised: per block of
@@ -143,6 +140,7 @@ typedef uint64_t peak_fn(uint64_t rounds);
 typedef struct cpu_kernels {
     const char *name;  // "avx512"
     matmul_fn *matmul[DTYPE_COUNT];
+    size_t matmul_scratch;  // bytes, a multiple of 64
 
     // Quantises tokens [t0, t1) of x [.][x_stride], n_cols columns (a multiple of 32).
     void (*quantize)(act_q8 *out, const float *x, size_t x_stride, uint32_t n_cols, uint32_t t0,

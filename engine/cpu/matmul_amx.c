@@ -1,6 +1,6 @@
-// Matrix products of many tokens with AMX: one instruction makes the dots of 16 tokens with a
-// panel's 16 rows over a block, in the time in which AVX-512 makes those of two tokens. They are
-// exact as everywhere; AVX-512 scales and adds them, and that takes most of the time.
+// Matrix products of many tokens with AMX. A tile instruction multiplies 16 tokens by a panel's 16
+// rows in the time in which AVX-512 makes the int8 dots of two; its sums over a block are exact, in
+// int8 or in bf16 (below), and AVX-512 scales and adds them, which takes most of the time.
 //
 // A few blocks of a panel are unpacked and wait in the first-level cache while all tokens pass,
 // then the same blocks of the next panel, which meets the tokens' codes where this one left them;
@@ -29,20 +29,18 @@ typedef struct tile_config {
 } tile_config;
 
 // The intrinsics of gcc 12 do not tell the compiler which memory they read.
-#define TILE_LOAD(reg, from, stride)                                                     \
-    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #reg ::"r"(from), "r"((int64_t)stride) \
-                     : "memor"                                                           \
-                       "y")
-#define TILE_STORE(reg, to)                                                                    \
-    __asm__ volatile("tilestored %%tmm" #reg ", (%0,%1,1)" ::"r"(to), "r"((int64_t)TILE_BYTES) \
-                     : "memory")
+#define TILE_MEMORY(at, stride) ::"r"(at), "r"((int64_t)(stride)) : "memory"
+#define TILE_LOAD(reg, from, stride) \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #reg TILE_MEMORY(from, stride))
+#define TILE_STORE(reg, to) \
+    __asm__ volatile("tilestored %%tmm" #reg ", (%0,%1,1)" TILE_MEMORY(to, TILE_BYTES))
 #define TILE_ZERO(reg) __asm__ volatile("tilezero %%tmm" #reg ::)
 #define TILE_DOT_INT8(sum, a, w) __asm__ volatile("tdpbssd %%tmm" #w ", %%tmm" #a ", %%tmm" #sum ::)
 #define TILE_DOT_BF16(sum, a, w) \
     __asm__ volatile("tdpbf16ps %%tmm" #w ", %%tmm" #a ", %%tmm" #sum ::)
 
 // While tiles multiply, conversions, products and fmas have one port instead of two, but additions
-// keep both: so a dot, which is below 2^22, becomes a float by two of them.
+// keep both: so a dot, of magnitude below 2^22, becomes a float by two of them.
 MATMUL_INLINE __m512 float_of_dot(__m512i dot) {
     const __m512 big = _mm512_set1_ps(0x1.8p23f);
     const __m512i bits = _mm512_add_epi32(dot, _mm512_castps_si512(big));
@@ -69,13 +67,14 @@ MATMUL_INLINE void fold_tile(__m512 f[TOKENS], tile *dots, const weight_scales *
 }
 
 // Zeros if the block is a panel's first.
-MATMUL_INLINE void load_sums(__m512 f[TOKENS], float (*sums)[PANEL_ROWS], const bool first_block) {
+MATMUL_INLINE void resume_sums(__m512 f[TOKENS], float (*sums)[PANEL_ROWS],
+                               const bool first_block) {
     const __mmask16 rows = first_block ? 0 : 0xffff;
     MATMUL_UNROLL
     for (int i = 0; i < TOKENS; i++) f[i] = _mm512_maskz_load_ps(rows, sums[i]);
 }
 
-MATMUL_INLINE void store_sums(float (*sums)[PANEL_ROWS], const __m512 f[TOKENS]) {
+MATMUL_INLINE void keep_sums(float (*sums)[PANEL_ROWS], const __m512 f[TOKENS]) {
     MATMUL_UNROLL
     for (int i = 0; i < TOKENS; i++) _mm512_store_ps(sums[i], f[i]);
 }
@@ -93,7 +92,7 @@ MATMUL_INLINE void next_block(weight_block *out, const panels *w, uint32_t p, ui
                               const dtype type) {
     const panel_chunk at = panel_chunk_of(type);
     const uint8_t *const panel = w->data + p * w->panel_bytes;
-    matmul_prefetch_block(w, p, 1, b, at);
+    matmul_prefetch_block(w, p, SHARE, b, at);
     load_block(out, panel + (size_t)(b / at.blocks) * at.bytes, b % at.blocks, type);
 }
 
@@ -103,7 +102,6 @@ typedef struct scratch {
     float sums[SHARE][PASS][PANEL_ROWS];
     bf16_codes codes[PAIR];
 } scratch;
-_Static_assert(sizeof(scratch) <= MATMUL_SCRATCH_BYTES, "");
 
 // --- Blocks of one scale: dots of int8 ---
 
@@ -168,7 +166,7 @@ MATMUL_INLINE void add_tile_int8(float (*sums)[PANEL_ROWS], const int8_blocks *w
                                  const quant_traits q) {
     tile dots[2] __attribute__((aligned(64)));
     __m512 f[TOKENS];
-    load_sums(f, sums, first < x->n_tokens);
+    resume_sums(f, sums, first < x->n_tokens);
     MATMUL_UNROLL
     for (int i = 0; i < n; i++) {
         const size_t at = first + (size_t)i * x->n_tokens;
@@ -176,7 +174,7 @@ MATMUL_INLINE void add_tile_int8(float (*sums)[PANEL_ROWS], const int8_blocks *w
         if (more) start_int8(i, x->q + (at + TOKENS) * ACT_BLOCK, w->words[i][0]);
         fold_tile(f, &dots[i % 2], &w->scales[i], x, at, q);
     }
-    store_sums(sums, f);
+    keep_sums(sums, f);
 }
 
 // Blocks [b, b + n) for n_tiles times 16 tokens from t on.
@@ -219,9 +217,9 @@ MATMUL_INLINE void share_int8(scratch *s, const panels *w, uint32_t p0, uint32_t
 //
 // sub0 * dot0 + sub1 * dot1 is the sum of (q * sub) * a over the block. q * sub has at most 8
 // significant bits, so that a bf16 holds it, or for Q6_K 13, which are cut into two. Of a column
-// no part and no sum of parts is beyond 2^12, so that no sum of products in any order reaches
+// no part and no sum of parts is beyond 2^12, so that no sum of products in any order passes
 // 32 * 127 * 2^12 < 2^24: floats hold them all. Weights are scaled by 2^-16 and activations by
-// 2^16, which makes converting cheaper.
+// 2^16, which makes converting cheaper, and leaves no subnormals, which such tiles take for zeros.
 
 typedef uint16_t bf16_words[16][2 * PANEL_ROWS];  // columns 2 i and 2 i + 1 of 16 rows
 
@@ -328,7 +326,7 @@ MATMUL_INLINE void add_tile_bf16(float (*sums)[PANEL_ROWS], const bf16_blocks *w
                                  const dtype type) {
     tile dots[PAIR] __attribute__((aligned(64)));
     __m512 f[TOKENS];
-    load_sums(f, sums, first < x->n_tokens);
+    resume_sums(f, sums, first < x->n_tokens);
     MATMUL_UNROLL
     for (int i = 0; i < PAIR; i++) {
         store_bf16(&dots[i], i);
@@ -336,7 +334,7 @@ MATMUL_INLINE void add_tile_bf16(float (*sums)[PANEL_ROWS], const bf16_blocks *w
         fold_tile(f, &dots[i], &w->scales[i], x, first + (size_t)i * x->n_tokens,
                   quant_traits_of[type]);
     }
-    store_sums(sums, f);
+    keep_sums(sums, f);
 }
 
 // As add_int8, blocks b and b + 1. a: their codes from token t on.
@@ -409,5 +407,6 @@ MATMUL_Q8_TYPES(KERNEL, amx)
 
 void matmul_init_amx(cpu_kernels *k) {
     memcpy(few_tokens, k->matmul, sizeof few_tokens);
+    k->matmul_scratch = sizeof(scratch);
     MATMUL_Q8_TYPES(MATMUL_INSTALL_Q8, amx)
 }

@@ -1,7 +1,7 @@
 // Matrix products with AVX2, FMA and F16C. A block of a panel is unpacked once into bytes on the
 // stack and then meets up to GROUP tokens, whose running sums lie beside it: with 16 registers,
-// memory is the better place for both. Lanes are rows, 8 at a time. Equal to matmul_scalar.c bit
-// for bit.
+// memory is the better place for both. When tokens are few, panels are read side by side, as
+// matmul_avx512.c says. Lanes are rows, 8 at a time. Equal to matmul_scalar.c bit for bit.
 //
 // vpmaddubsw adds two products of unsigned and signed bytes in 16 bits, saturating at 32767. Codes
 // up to 63 stay unsigned, their bias is repaid by the value a sum starts from, and a few words are
@@ -229,10 +229,14 @@ MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_
     const uint32_t step = matmul_token_step(w->n_cols, GROUP);
     for (uint32_t from = t0; from < t1; from += step) {
         const uint32_t to = u32_min(from + step, t1);
-        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS)
-            for (uint32_t t = from; t < to; t += GROUP)
-                group_q8(y, y_stride, w, p, u32_min(p + MATMUL_PANELS, p1), x, t,
-                         u32_min(t + GROUP, to), type);
+        const uint32_t few = (to - from) % GROUP;
+        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS) {
+            const uint32_t end = u32_min(p + MATMUL_PANELS, p1);
+            for (uint32_t i = p; i < end; i++)
+                for (uint32_t t = from; t < to - few; t += GROUP)
+                    group_q8(y, y_stride, w, i, i + 1, x, t, t + GROUP, type);
+            if (few) group_q8(y, y_stride, w, p, end, x, to - few, to, type);
+        }
     }
 }
 
@@ -255,7 +259,7 @@ MATMUL_INLINE void tile_float(float *y, size_t y_stride, const panels *w, uint32
     MATMUL_UNROLL
     for (int i = 0; i < n; i++) f[i][0] = f[i][1] = _mm256_setzero_ps();
     for (size_t k = 0; k < w->n_cols; k++) {
-        if (n < 4) matmul_prefetch(panel + k * column_bytes);
+        if (n < 4) matmul_prefetch((uintptr_t)panel + k * column_bytes);
         const __m256 column0 = load_column(panel, k, 0, type),
                      column1 = load_column(panel, k, HALF, type);
         MATMUL_UNROLL

@@ -2,13 +2,17 @@
 // to 12 tokens shares the unpacked codes of a block. Codes are unsigned, as vpdpbusd's first
 // operand must be; their bias is repaid by the value an integer sum starts from, which costs
 // nothing: bias * -(sum of a). Equal to matmul_scalar.c bit for bit.
+//
+// When tokens are few, memory is the limit, and a tile is of up to four panels: each is a stream of
+// its own to the hardware, and four streams are read farther ahead than one.
 
 #include "matmul_avx512.h"
 
 enum {
-    TILE = 12,  // tokens
-    SUMS = 16   // registers of a tile's sums
+    TILE = 12,  // tokens of one panel
+    SUMS = 16   // of a tile, all in registers
 };
+_Static_assert(4 * MATMUL_PANELS <= SUMS && TILE <= SUMS, "");
 
 MATMUL_INLINE int log2_of(const int power) { return __builtin_ctz((unsigned)power); }
 
@@ -139,9 +143,9 @@ MATMUL_INLINE void panels_q8(float *y, size_t y_stride, const panels *w, uint32_
     uint32_t t = t1 - few;
     for (uint32_t p = p0; p < p1; p++)
         for (uint32_t i = t0; i < t; i += TILE) tile_q8(y, y_stride, w, p, 1, x, i, TILE, type);
-    // Eight tokens' sums of two panels, and two scales each, are too many for the registers.
-    const uint32_t two = quant_traits_of[type].has_min ? 1 : 2;
-    if (few & 8) few_q8(y, y_stride, w, p0, p1, two, x, t, 8, type), t += 8;
+    // 16 sums, 8 words and the scales of a type with minima are too many for the registers.
+    const uint32_t of_eight = quant_traits_of[type].has_min ? 1 : 2;
+    if (few & 8) few_q8(y, y_stride, w, p0, p1, of_eight, x, t, 8, type), t += 8;
     if (few & 4) few_q8(y, y_stride, w, p0, p1, MATMUL_PANELS, x, t, 4, type), t += 4;
     if (few & 2) few_q8(y, y_stride, w, p0, p1, MATMUL_PANELS, x, t, 2, type), t += 2;
     if (few & 1) few_q8(y, y_stride, w, p0, p1, MATMUL_PANELS, x, t, 1, type);
@@ -150,7 +154,7 @@ MATMUL_INLINE void panels_q8(float *y, size_t y_stride, const panels *w, uint32_
 MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *weights, uint32_t p0,
                              uint32_t p1, const act_q8 *acts, uint32_t t0, uint32_t t1,
                              const dtype type) {
-    // Copies, which no result can be stored over: 5 to 8 % for tiles of 12.
+    // Copies, so that storing a result cannot change them: prefill gains 5 to 8 %.
     const panels w = *weights;
     const act_q8 x = *acts;
     const uint32_t step = matmul_token_step(w.n_cols, TILE);
@@ -176,7 +180,7 @@ MATMUL_INLINE void tile_float(float *y, size_t y_stride, __mmask16 rows, const u
     for (int i = 0; i < n; i++) f[i] = _mm512_setzero_ps();
     for (size_t k = 0; k < n_cols; k++) {
         const __m512 column = load_column(panel, k, type);
-        if (n < TILE) matmul_prefetch(panel + k * column_bytes);
+        if (n < TILE) matmul_prefetch((uintptr_t)panel + k * column_bytes);
         MATMUL_UNROLL
         for (int i = 0; i < n; i++)
             f[i] = _mm512_fmadd_ps(column, _mm512_set1_ps(a[(size_t)i * x->f_stride + k]), f[i]);

@@ -2,7 +2,8 @@
 // armv8.2-a+dotprod
 // (__ARM_FEATURE_DOTPROD) matmul_init_dotprod, which differs only in add_words. A block of a panel
 // is unpacked once into bytes on the stack and then meets up to GROUP tokens, whose running sums
-// lie beside it. Lanes are rows, 4 at a time. Bytes are signed; codes of 7 bits or less keep their
+// lie beside it. When tokens are few, panels are read side by side, as matmul_avx512.c says. Lanes
+// are rows, 4 at a time. Bytes are signed; codes of 7 bits or less keep their
 // bias, repaid by the value a sum starts from. Equal to matmul_scalar.c bit for bit.
 
 #include <arm_neon.h>
@@ -212,10 +213,14 @@ MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_
     const uint32_t step = matmul_token_step(w->n_cols, GROUP);
     for (uint32_t from = t0; from < t1; from += step) {
         const uint32_t to = u32_min(from + step, t1);
-        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS)
-            for (uint32_t t = from; t < to; t += GROUP)
-                group_q8(y, y_stride, w, p, u32_min(p + MATMUL_PANELS, p1), x, t,
-                         u32_min(t + GROUP, to), type);
+        const uint32_t few = (to - from) % GROUP;
+        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS) {
+            const uint32_t end = u32_min(p + MATMUL_PANELS, p1);
+            for (uint32_t i = p; i < end; i++)
+                for (uint32_t t = from; t < to - few; t += GROUP)
+                    group_q8(y, y_stride, w, i, i + 1, x, t, t + GROUP, type);
+            if (few) group_q8(y, y_stride, w, p, end, x, to - few, to, type);
+        }
     }
 }
 
@@ -238,7 +243,7 @@ MATMUL_INLINE void tile_float(float *y, size_t y_stride, const panels *w, uint32
     MATMUL_UNROLL
     for (int i = 0; i < n; i++) f[i][0] = f[i][1] = f[i][2] = f[i][3] = vdupq_n_f32(0.0f);
     for (size_t k = 0; k < w->n_cols; k++) {
-        if (n < 4) matmul_prefetch(panel + k * column_bytes);
+        if (n < 4) matmul_prefetch((uintptr_t)panel + k * column_bytes);
         MATMUL_UNROLL
         for (size_t r = 0; r < 4; r++) {
             const float32x4_t column = load_column(panel, k, r * QUAD, type);
