@@ -208,21 +208,7 @@ MATMUL_INLINE void group_q8(float *y, size_t y_stride, const panels *w, uint32_t
     }
 }
 
-MATMUL_INLINE void matmul_q8(float *y, size_t y_stride, const panels *w, uint32_t p0, uint32_t p1,
-                             const act_q8 *x, uint32_t t0, uint32_t t1, const dtype type) {
-    const uint32_t step = matmul_token_step(w->n_cols, GROUP);
-    for (uint32_t from = t0; from < t1; from += step) {
-        const uint32_t to = u32_min(from + step, t1);
-        const uint32_t few = (to - from) % GROUP;
-        for (uint32_t p = p0; p < p1; p += MATMUL_PANELS) {
-            const uint32_t end = u32_min(p + MATMUL_PANELS, p1);
-            for (uint32_t i = p; i < end; i++)
-                for (uint32_t t = from; t < to - few; t += GROUP)
-                    group_q8(y, y_stride, w, i, i + 1, x, t, t + GROUP, type);
-            if (few) group_q8(y, y_stride, w, p, end, x, to - few, to, type);
-        }
-    }
-}
+#include "matmul_groups.h"
 
 // Column k of rows [row, row + 4) of a float type.
 MATMUL_INLINE float32x4_t load_column(const uint8_t *panel, size_t k, const size_t row,
